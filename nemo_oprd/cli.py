@@ -36,6 +36,7 @@ COMMANDS = {
     "toy": "make a small student-teacher pair and its prompts",
     "report": "one HTML page of curves from one or several runs",
     "compare": "how far students' next-token distributions are from their teacher's, on its responses and on their own",
+    "capture": "the hidden states of any model that vLLM runs, proven against transformers, as safetensors files",
     "grade": "grade kept responses again and print their metrics with intervals; needs no model",
     "from-nemo-rl": "a distillation recipe of NeMo-RL as a configuration, with a list of what has no counterpart",
 }

@@ -22,6 +22,7 @@ def check(config: Config) -> None:
     _check_source("student", config.student)
     _check_teachers(config)
     _check_self_distillation(config)
+    _check_served_teacher(config)
     if config.teacher.reads == "text":
         _check_reading_text(config)
     _check_reuse(config)
@@ -139,6 +140,37 @@ def _check_self_distillation(config: Config) -> None:
             f"train.updates_per_rollout={config.train.updates_per_rollout} with {why}: the second update would have "
             "another teacher than the first; expected 1: set it, or use initial weights"
         )
+
+
+def _check_served_teacher(config: Config) -> None:
+    """Settings that have no use where vLLM servers compute the teacher: those of a model in the trainer's processes."""
+    teacher = config.teacher
+    if teacher.engine != "vllm":
+        return
+    why = f"teacher.engine={teacher.engine}"
+    if not TEACHER_KINDS[teacher.weights].own_model:
+        raise ValueError(
+            f"teacher.weights={teacher.weights} with {why}: the servers load the weights of a file once and never "
+            "again; expected own: set it, or teacher.engine=megatron"
+        )
+    if teacher.parallel != ParallelConfig() or teacher.placement == "dedicated" or teacher.offload:
+        raise ValueError(
+            f"teacher.placement={teacher.placement}, offload={str(teacher.offload).lower()} or teacher.parallel with "
+            f"{why}: no rank of this job holds the teacher; expected them left out: remove them, and lay out the "
+            "servers by teacher.vllm.tensor, replicas and placement"
+        )
+    if config.evaluation.teacher:
+        raise ValueError(
+            f"evaluation.teacher=true with {why}: the teacher's servers sample nothing; expected false: evaluate the "
+            "teacher with `nemo-oprd evaluate`"
+        )
+    for i, source in enumerate(config.teacher_sources):
+        key = f"teachers[{i}]" if config.teachers else "teacher"
+        if source.checkpoint is not None or source.provider != "own":
+            raise ValueError(
+                f"{key}.checkpoint={source.checkpoint} and {key}.provider={source.provider} with {why}: vLLM loads "
+                f"Hugging Face directories; expected null and own: name the model in {key}.hf_path"
+            )
 
 
 def _check_reading_text(config: Config) -> None:

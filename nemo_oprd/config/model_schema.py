@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_oprd.config.teacher_kinds import TeacherWeights
+from nemo_oprd.config.server_schema import ServerConfig
+from nemo_oprd.config.teacher_kinds import TeacherEngine, TeacherWeights
 from nemo_oprd.config.types import (
     STRICT,
     Decay,
@@ -164,6 +165,12 @@ class StudentConfig(ModelConfig):
 class TeacherConfig(ModelConfig):
     """The model that the student learns from; its other keys hold for all of several teachers."""
 
+    engine: Learned[TeacherEngine] = "megatron"
+    """who computes its states: Megatron in this job, or vLLM servers, which run any family that vLLM has
+
+    With `vllm` the run starts servers that load the model from `hf_path` (docs/teachers.md).
+    """
+    vllm: ServerConfig = field(default_factory=ServerConfig)
     placement: Free[Literal["colocated", "dedicated"]] = "colocated"
     """on the student's ranks, or on the last ranks of the job"""
     ranks: Free[Size | None] = None

@@ -9,30 +9,25 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from nemo_oprd.config.engine_records import EngineName
+from nemo_oprd.config.server_schema import ServerConfig
 from nemo_oprd.config.types import (
     STRICT,
     CorrectionMode,
     FilePath,
     Free,
-    Interpreter,
     Learned,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     ProbabilityMass,
-    Share,
-    Size,
 )
 from nemo_oprd.losses.correction import Correction, check_range
 
 
 @dataclass(config=STRICT)
-class VllmConfig:
+class VllmConfig(ServerConfig):
     """The servers of `rollout.engine=vllm` (docs/vllm.md)."""
 
-    python: Free[Interpreter | None] = None
-    """interpreter of vLLM's environment; null: the project's `.venv-vllm`"""
     endpoints: Free[list[str]] = field(default_factory=list)
     """addresses of servers that somebody else runs
 
@@ -44,22 +39,6 @@ class VllmConfig:
 
     `nemo-oprd serve --token-file FILE` makes one. Its first line is sent.
     """
-    placement: Free[Literal["colocated", "dedicated"]] = "colocated"
-    """servers on the student's machines and GPUs, or on the last ranks of the job
-
-    These last replicas * tensor ranks hold servers and nothing else.
-    """
-    replicas: Free[Size | None] = None
-    """number of servers; null: all of the student's GPUs, or one
-
-    One without GPUs, and with `placement: dedicated`.
-    """
-    tensor: Free[Size] = 1
-    """workers (tensor-parallel ranks) of a server"""
-    gpu_memory_utilization: Free[Literal["auto"] | Share] = "auto"
-    """fraction of a GPU's memory that a server takes; auto: 0.4 beside the student, 0.9 of a GPU of its own"""
-    flags: Learned[list[str | int | float]] = field(default_factory=list)
-    """further arguments of a server"""
     transport: Free[Literal["auto", "file", "group", "ipc"]] = "auto"
     """how weights reach a server
 
@@ -70,24 +49,11 @@ class VllmConfig:
 
     At most 16 of a response, so 1024 tokens are of 64 responses; other responses in every step.
     """
-    start_timeout: Free[PositiveFloat] = 900.0
-    """seconds until a server must be ready"""
-    request_timeout: Free[PositiveFloat] = 7200.0
-    """seconds until a response must be complete"""
-    max_restarts: Free[NonNegativeInt] = 10
-    """restarts of one server before the run ends"""
     repeat: Free[Literal["responses", "step"]] = "responses"
     """what is sampled again after a server died: its responses, or the whole step
 
     With the whole step nothing of a batch depends on when the server died.
     """
-
-    @property
-    def memory_share(self) -> float:
-        """The fraction of a GPU's memory that a server takes."""
-        if self.gpu_memory_utilization != "auto":
-            return self.gpu_memory_utilization
-        return 0.4 if self.placement == "colocated" else 0.9
 
     @model_validator(mode="after")
     def _check(self) -> VllmConfig:

@@ -18,6 +18,7 @@ from nemo_oprd.config.logging_schema import EvaluationConfig, LoggingConfig
 from nemo_oprd.config.loss_schema import AdaptiveConfig, LossConfig, OutputLossConfig, RepresentationLossConfig
 from nemo_oprd.config.model_schema import ModelSource, ParallelConfig, StudentConfig, TeacherConfig, TeacherSource
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
+from nemo_oprd.config.server_schema import ServerConfig
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.train_schema import TrainConfig
 from nemo_oprd.config.types import STRICT, FilePath, Fixed, Free, Learned, NonNegativeInt
@@ -32,6 +33,7 @@ __all__ = [
     "ParallelConfig",
     "RepresentationLossConfig",
     "RolloutConfig",
+    "ServerConfig",
     "StudentConfig",
     "TeacherConfig",
     "TeacherSource",

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 TeacherWeights = Literal["own", "student", "ema", "initial"]
+# who computes a teacher's states: Megatron in the ranks of this job, or vLLM servers
+TeacherEngine = Literal["megatron", "vllm"]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,11 @@ class Distiller:
     teachers: list[Teacher]
     routing: Routing
 
+    def close(self) -> None:
+        """Ends what the teachers have started."""
+        for teacher in self.teachers:
+            teacher.close()
+
     def objective_of(self, step: int | None, *, watch: bool = True) -> StepObjective:
         """The objective of one update.
 

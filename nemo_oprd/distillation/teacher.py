@@ -1,9 +1,10 @@
-"""A teacher: runs a forward pass over its rollouts and sends every student rank its targets.
+"""A teacher: computes the states of its rollouts' supervised rows and sends every student rank its targets.
 
-The model is a separate one without gradients, or the student's chunks (`teacher.weights=student`). A separate model has
-no DDP buffers and no layer deeper than the deepest one that an update needs. It has an LM head only if the output loss
-needs log-probabilities of sampled tokens, or if the model is saved (`teacher.weights=ema`). Of a layer's states only
-the supervised rows are kept, projected if there is a bridge.
+`Teacher` is what all teachers share. `MegatronTeacher` runs a model in this process: a separate one without gradients,
+or the student's chunks (`teacher.weights=student`). A separate model has no DDP buffers and no layer deeper than the
+deepest one that an update needs. It has an LM head only if the output loss needs log-probabilities of sampled tokens,
+or if the model is saved (`teacher.weights=ema`). Of a layer's states only the supervised rows are kept, projected if
+there is a bridge. A teacher behind vLLM servers is in `teacher_servers/teacher.py`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,23 @@ SAMPLED_COLUMNS = 2
 
 @dataclass
 class Teacher:
-    """A teacher on this rank."""
+    """A teacher on this rank; what computes its states is a subclass's `captured`."""
 
     number: int  # index of the teacher in the configuration
     role: Role
-    chunks: list[DistillingModel] | None  # None on ranks outside the role, which only take part in transfers
     dtype: torch.dtype  # the run's precision
-    host_weights: list[torch.Tensor] | None = None  # copies of the weights in host memory, once `offload` was called
+
+    def captured(
+        self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
+    ) -> tuple[RowShard | None, RowShard | None]:
+        """The rows that this rank owns, by student layer, and those of the output loss. Every rank calls this.
+
+        Both are None on ranks outside the role, the second one also before the last stage and without such a loss.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends what the teacher has started; it is of no use afterwards."""
 
     @torch.no_grad()
     def targets(
@@ -53,7 +64,7 @@ class Teacher:
             The targets that this rank needs as a student; empty on ranks outside the student's role.
         """
         match, term = objective.run.teachers[self.number], objective.output
-        hidden, output = self._forward(rollouts, plan, objective) if self.chunks is not None else (None, None)
+        hidden, output = self.captured(rollouts, plan, objective)
         # a projection has only R values per row, so it is sent in float32
         dtype = self.dtype if match.project is None else torch.float32
         depths = match.spec.num_layers, objective.run.student.num_layers
@@ -73,6 +84,20 @@ class Teacher:
             targets.bytes_received += received
         return targets
 
+
+@dataclass
+class MegatronTeacher(Teacher):
+    """A teacher whose model is in this process."""
+
+    chunks: list[DistillingModel] | None = None  # None on ranks outside the role, which only take part in transfers
+    host_weights: list[torch.Tensor] | None = None  # copies of the weights in host memory, once `offload` was called
+
+    def captured(
+        self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
+    ) -> tuple[RowShard | None, RowShard | None]:
+        """See `Teacher`."""
+        return (None, None) if self.chunks is None else self._forward(rollouts, plan, objective)
+
     def offload(self) -> None:
         """Moves the weights to host memory, which is pinned with CUDA; `targets` copies them back while it runs."""
         if self.host_weights is None:
@@ -82,7 +107,7 @@ class Teacher:
             parameter.data = parameter.data.new_empty(0)
 
     @contextmanager
-    def _weights_on_device(self) -> Iterator[None]:
+    def weights_on_device(self) -> Iterator[None]:
         """In this context offloaded weights are on the device."""
         if self.host_weights is None:
             yield
@@ -117,7 +142,7 @@ class Teacher:
             captures.append(capture)
             depth = objective.teacher_depth(self.number)
             microbatches.append(make_microbatch(pack, sequences, self.role, capture, depth))
-        with self._weights_on_device():
+        with self.weights_on_device():
             run_schedule(self.chunks, self.role, microbatches, forward_only=True)
             output = None
             if output_rows and objective.output is not None:

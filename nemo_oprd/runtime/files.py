@@ -21,6 +21,11 @@ from nemo_oprd.runtime.disk import naming
 PARTIAL = ".partial_"
 
 
+def cache_directory() -> Path:
+    """The folder of this package in the user's cache; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_oprd"
+
+
 def partial_path(path: Path) -> Path:
     """The path beside `path` at which its new content is written."""
     return path.with_name(f"{PARTIAL}{path.name}")

@@ -82,6 +82,7 @@ MAKERS = (
     Maker("grade", "grades of an evaluation", ("grades",), _GRADED),
     Maker("fit-bridge", "a bridge", ("bridge.json", "bridge.safetensors", "rollouts/about.json"), ("rollouts",), True),
     Maker("verify", "a verify result", ("losses.json", "grads.safetensors"), (), True),
+    Maker("capture", "captured states", ("manifest.json", "hidden_states/hs_*.safetensors"), (), True),
     Maker("toy", "a toy pair", ("toy.json",), ("student", "teacher", "prompts")),
     Maker("export", "a model", (_has_model, ".metadata"), ("*",)),
 )

@@ -24,6 +24,8 @@ from nemo_oprd.losses.layer_mapping import (
 from nemo_oprd.models import ModelSpec, check_same_width
 from nemo_oprd.models.rope import Rope
 from nemo_oprd.rollout.engine_kinds import ENGINES
+from nemo_oprd.rollout.vllm.placement import dedicated_ranks
+from nemo_oprd.teacher_servers.launch import check_settings
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -34,6 +36,10 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     """
     world_size = trainer_ranks(config, world_size)
     teacher = config.teacher.parallel
+    if config.teacher.engine == "vllm":
+        # whoever trains on states asks for them: the role packs whole sequences, and holds no model
+        student = config.student.parallel.layout(world_size, 0, "student")
+        return student, Layout(data=world_size)
     if config.teacher.placement == "colocated":
         student = config.student.parallel.layout(world_size, 0, "student")
         is_student = TEACHER_KINDS[config.teacher.weights].moves
@@ -56,7 +62,14 @@ def trainer_ranks(config: Config, world_size: int) -> int:
     Raises:
         ValueError: no rank would be left.
     """
-    return ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
+    ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
+    servers = dedicated_ranks(config.teacher.vllm) if config.teacher.engine == "vllm" else 0
+    if servers >= ranks:
+        raise ValueError(
+            f"teacher.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {ranks} rank(s) "
+            "for the student; start more ranks, or use teacher.vllm.placement=colocated"
+        )
+    return ranks - servers
 
 
 def check_engine(config: Config, student: ModelSpec) -> None:
@@ -66,6 +79,12 @@ def check_engine(config: Config, student: ModelSpec) -> None:
         student: the architecture of the model to sample from.
     """
     ENGINES[config.rollout.engine].check(config.rollout, student)
+
+
+def check_teacher_servers(config: Config) -> None:
+    """Raises ValueError unless the servers of a teacher with `teacher.engine=vllm` can be started."""
+    if config.teacher.engine == "vllm":
+        check_settings(config.teacher.vllm)
 
 
 def check_layouts(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,13 +19,18 @@ from nemo_oprd.distillation.ema_teacher import EmaTeacher
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds, WatchedMetrics
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import ChunkBuilder, Student
-from nemo_oprd.distillation.teacher import Teacher
+from nemo_oprd.distillation.teacher import MegatronTeacher, Teacher
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.models.megatron.model import build_chunks
 from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models.megatron_bridge.provider import OWN
 from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
+from nemo_oprd.models.weights.served_head import ServedHead
 from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec, resolve
+from nemo_oprd.teacher_servers.teacher import ServedTeacher
+
+if TYPE_CHECKING:
+    from nemo_oprd.teacher_servers.servers import TeacherServers
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class ModelFiles:
     def __init__(self, model: ResolvedModel, chat_template: ChatTemplate = NO_CHAT_TEMPLATE) -> None:
         """`chat_template`: in place of the tokenizer's own."""
         self.source, self.directory, self.spec = model.source, model.directory, model.spec
+        self._served = model.served
         self._key, self._chat_template = model.key, chat_template
 
     @cached_property
@@ -104,6 +110,8 @@ class ModelFiles:
     def open(self) -> TensorReader:
         """Returns a function that reads a tensor of the model by its HF name, from either kind of source.
 
+        Of a model that vLLM servers compute, only the LM head is read.
+
         Raises:
             ValueError: a file is missing or damaged, or its tensors are not those of this architecture.
         """
@@ -112,6 +120,8 @@ class ModelFiles:
         if self.source.checkpoint:
             return MegatronCheckpoint(self.weights_directory, self.directory, self.spec.family).__getitem__
         checkpoint = HFCheckpoint(str(self.source.hf_path))
+        if self._served:
+            return ServedHead(checkpoint, self.spec)
         check_source(checkpoint, self.spec)
         return checkpoint.__getitem__
 
@@ -189,7 +199,11 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
     for model in (files.student, *files.teachers):
         # opens the weights and makes providers, so that mistakes in them are found before models are built
         _ = model.read, model.build
-    return RunPlan(run, files, objective, watched)
+    plan = RunPlan(run, files, objective, watched)
+    for served in (teacher.read for teacher in files.teachers if plan.needs.teacher_states):
+        if isinstance(served, ServedHead):
+            served.find()
+    return plan
 
 
 def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
@@ -202,6 +216,38 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
         ValueError: weights do not fit their model.
     """
     init_distributed()
+    servers = _start_teacher_servers(plan)
+    try:
+        return _build(plan, servers, trainable=trainable)
+    except BaseException:
+        for each in servers:
+            each.close()
+        raise
+
+
+def _start_teacher_servers(plan: RunPlan) -> list[TeacherServers]:
+    """The servers of all teachers, which start while models are loaded; empty without `teacher.engine=vllm`."""
+    run = plan.run
+    if run.config.teacher.engine != "vllm":
+        return []
+    from nemo_oprd.rollout.vllm.launch import DTYPES
+    from nemo_oprd.teacher_servers.canary import Canary
+    from nemo_oprd.teacher_servers.servers import TeacherServers
+
+    started = list[TeacherServers]()
+    try:
+        for number, teacher in enumerate(run.models.teachers):
+            head = partial(plan.files.teachers[number].open(), "lm_head.weight") if plan.needs.teacher_states else None
+            canary = Canary(teacher.spec, teacher.model.directory, DTYPES[run.config.precision], head)
+            started.append(TeacherServers(run.config, number, canary, run.teacher_layout))
+    except BaseException:
+        for each in started:
+            each.close()
+        raise
+    return started
+
+
+def _build(plan: RunPlan, servers: list[TeacherServers], *, trainable: bool) -> Distiller:
     run, config = plan.run, plan.run.config
     objective, needs = plan.objective.on(device()), plan.needs
     student_role = make_role(
@@ -221,12 +267,16 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
         build=plan.files.student.build,
         trainable=trainable,
     )
-    teachers = [
+    teachers: list[Teacher] = [
+        ServedTeacher(number, teacher_role, student.dtype, served) for number, served in enumerate(servers)
+    ] or [
         _build_teacher(config, student, teacher_role, needs, number, files)
         for number, files in enumerate(plan.files.teachers)
     ]
     for model in (plan.files.student, *plan.files.teachers):
         model.close()
+    for each in servers:
+        each.wait()
     dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
     return Distiller(config, objective, plan.watched, student, teachers, run.models.routing)
 
@@ -246,7 +296,7 @@ def _build_teacher(
     """A teacher with only the layers and the head that the updates need; the student with teacher.weights=student."""
     kind = TEACHER_KINDS[config.teacher.weights]
     if not kind.copied:
-        return Teacher(number, student.role, student.chunks or None, student.dtype)
+        return MegatronTeacher(number, student.role, student.dtype, student.chunks or None)
     chunks = None
     if role.is_member:
         # a moving average is saved in checkpoints, and Megatron saves a model only with its head
@@ -259,7 +309,7 @@ def _build_teacher(
             chunk.requires_grad_(False)
             chunk.eval()
         load_hf(chunks, files.spec, role, files.read, files.source.path)
-    teacher = Teacher(number, role, chunks, student.dtype)
+    teacher = MegatronTeacher(number, role, student.dtype, chunks)
     if kind.averages and chunks is not None:
         student.average = EmaTeacher(chunks, config.teacher.ema_decay)
     if config.teacher.offload:

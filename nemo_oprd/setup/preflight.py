@@ -37,6 +37,8 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
     student, teacher = run.models.student.spec, run.models.teachers[0].spec
     if samples and command != "doctor":
         checks.check_engine(config, student)
+    if command != "doctor":
+        checks.check_teacher_servers(config)
     if trains and config.evaluation.teacher and config.rollout.replay is None:
         checks.check_same_architecture(student, teacher)
     checks.check_dispatcher(run.student_layout, "student.parallel.dispatcher")

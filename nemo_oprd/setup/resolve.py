@@ -17,6 +17,7 @@ from nemo_oprd.losses.layer_mapping import weights_of_layers
 from nemo_oprd.models import Family, ModelSpec, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron_bridge.provider import check_provider, find_family
+from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.setup import checks
 
 
@@ -29,12 +30,14 @@ class ResolvedModel:
         directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint,
             or what `hf_directory` finds for a checkpoint of Megatron-Bridge.
         spec: the architecture.
+        served: whether vLLM servers compute the model, so that `spec` says no more than `read_served_spec` reads.
     """
 
     key: str
     source: ModelSource
     directory: Path
     spec: ModelSpec
+    served: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,13 @@ def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
     keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
     teachers = []
     for source, key in zip(config.teacher_sources, keys, strict=True):
+        if config.teacher.engine == "vllm":
+            model = _served_model(source, key)
         # a teacher that starts from the student's files (teacher.weights other than own) is the same model
-        model = student if _same_files(source, config.student) else resolve_model(source, key, beside=student)
+        elif _same_files(source, config.student):
+            model = student
+        else:
+            model = resolve_model(source, key, beside=student)
         teachers.append(
             ResolvedTeacher(
                 model, source, checks.check_layers(config, student.spec, model.spec, source, fitting=fitting)
@@ -158,7 +166,12 @@ def servers_limit(config: Config, student: ResolvedModel) -> int:
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
     if config.teacher.reads != "ids":
         sources = []
-    return _known_ids(config, student, [resolve_model(source, "teacher", beside=student) for source in sources])
+    served = config.teacher.engine == "vllm"
+    teachers = [
+        _served_model(source, "teacher") if served else resolve_model(source, "teacher", beside=student)
+        for source in sources
+    ]
+    return _known_ids(config, student, teachers)
 
 
 def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None = None) -> ResolvedModel:
@@ -177,6 +190,12 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
     spec = read_model_spec(directory, family)
     check_provider(source.provider, spec, directory)
     return ResolvedModel(key, source, directory, spec)
+
+
+def _served_model(source: ModelSource, key: str) -> ResolvedModel:
+    """A teacher that vLLM servers compute, by its config.json; ValueError if that does not say its sizes."""
+    directory = Path(str(source.hf_path))
+    return ResolvedModel(key, source, directory, read_served_spec(directory), served=True)
 
 
 def model_directory(source: ModelSource) -> Path:

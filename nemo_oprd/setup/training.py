@@ -48,6 +48,7 @@ from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped
+from nemo_oprd.setup.canary import refuse_wrong_states
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
@@ -169,6 +170,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         with signals, _written_aside(run):
             yield run
     finally:
+        run.distiller.close()
         engine.close()
         run.log.close()
         if lock is not None:
@@ -209,6 +211,32 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     latest, notes = _find_checkpoint(config, plan)
     changed = check_resume(config)
     distiller = build_distiller(plan)
+    try:
+        for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
+            logger.info(line)
+        run = _assemble(plan, data, engine, signals, distiller, latest)
+        for note in notes:
+            logger.info(note)
+        if run.first_step:
+            logger.info(f"resumed from {_checkpoints(config)} after {run.first_step} of {config.train.steps} steps")
+        for change in changed:
+            logger.info(f"changed: {change}")
+        _tell(run, plan, data)
+    except BaseException:
+        distiller.close()
+        raise
+    return run
+
+
+def _assemble(
+    plan: RunPlan,
+    data: TrainingData,
+    engine: RolloutEngine,
+    signals: Signals,
+    distiller: Distiller,
+    latest: int | None,
+) -> TrainingRun:
+    config = plan.run.config
     first_step = _agree_on_first_step(latest) or 0
     student, files = distiller.student, plan.files
     checkpoints = _checkpoints(config)
@@ -236,7 +264,7 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     sampler.note = partial(timeline.note, SAMPLING)
     if first_step:
         sampler.read_ahead(iteration_directory(checkpoints, first_step))
-    run = TrainingRun(
+    return TrainingRun(
         config,
         distiller,
         engine,
@@ -253,7 +281,11 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
         files,
         data.evaluator,
     )
-    _say_what_resumes(run, [*notes, *(f"changed: {change}" for change in changed)])
+
+
+def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
+    """Logs what is worth knowing of the run before its first step, and stores it in the run directory."""
+    config = run.config
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
@@ -263,8 +295,11 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
     if data.report is not None:
         _record_prompts(run, data.report)
     _show_bridges(run)
-    _warn_of_moving_teacher(config)
-    return run
+    if not TEACHER_KINDS[config.teacher.weights].copied and is_first_rank():
+        logger.warning(
+            "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
+            "validation metrics, or choose ema or initial weights (docs/teachers.md)"
+        )
 
 
 def _resume_cache(config: Config, student: Path) -> ResumeCache:
@@ -275,22 +310,6 @@ def _resume_cache(config: Config, student: Path) -> ResumeCache:
     if config.student.router_dtype is not None:
         sampled_with["router_dtype"] = config.student.router_dtype
     return ResumeCache(Path(config.output) / "rollouts", sampled_with)
-
-
-def _say_what_resumes(run: TrainingRun, notes: list[str]) -> None:
-    for note in notes:
-        logger.info(note)
-    if run.first_step:
-        checkpoints, steps = _checkpoints(run.config), run.config.train.steps
-        logger.info(f"resumed from {checkpoints} after {run.first_step} of {steps} steps")
-
-
-def _warn_of_moving_teacher(config: Config) -> None:
-    if not TEACHER_KINDS[config.teacher.weights].copied and is_first_rank():
-        logger.warning(
-            "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
-            "validation metrics, or choose ema or initial weights (docs/teachers.md)"
-        )
 
 
 def _overlapping(config: Config, engine: EngineBeside) -> EngineBeside | None:

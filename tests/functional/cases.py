@@ -386,12 +386,12 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
 
     import torch.distributed as dist
 
-    from nemo_oprd.distillation.teacher import Teacher
+    from nemo_oprd.distillation.teacher import MegatronTeacher
 
     distiller, rollouts = models_and_rollouts(overrides)
     read: list[list[int]] = [[] for _ in distiller.teachers]
     resident: list[int] = []
-    forward = Teacher._forward
+    forward = MegatronTeacher._forward
 
     def spy(self, rollouts, plan, objective):  # type: ignore[no-untyped-def]
         packs = plan.hidden.packs[self.role.coords.data]
@@ -406,7 +406,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
     from nemo_oprd.distillation import teacher as runner
 
     run_schedule = runner.run_schedule
-    with mock.patch.object(Teacher, "_forward", spy), mock.patch.object(runner, "run_schedule", present):
+    with mock.patch.object(MegatronTeacher, "_forward", spy), mock.patch.object(runner, "run_schedule", present):
         accumulate(distiller, rollouts, 0)
     everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, read)

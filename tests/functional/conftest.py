@@ -6,11 +6,20 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from layout_cases import Workbench
 from megatron_bridge_environment import make_environment
 from pool import HostedPools
+from served_teachers import ServedTeachers, serving_teachers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Verdicts of canaries are kept for these tests alone; workers of pools inherit the variable."""
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache"))):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +43,10 @@ def workbench(tmp_path_factory: pytest.TempPathFactory) -> Workbench:
 def megatron_bridge() -> dict[str, str]:
     """The variables of a process in Megatron-Bridge's environment."""
     return make_environment()
+
+
+@pytest.fixture(scope="session")
+def served_teachers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedTeachers]:
+    """Computes in this process what stand-in servers of teachers answer."""
+    with serving_teachers(tmp_path_factory.mktemp("served")) as served:
+        yield served

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,8 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
     from nemo_oprd.commands.doctor import examination as command
     from nemo_oprd.commands.doctor.settings import Settings, for_diagnosis
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.models.canary.layer_by_layer import layered_states
+    from nemo_oprd.setup import canary
     from nemo_oprd.setup.models import world_size
     from nemo_oprd.setup.preflight import preflight
 
@@ -34,6 +38,10 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
     command_report = command.Report
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(command, "Report", report))
+        # in this process, which has imported transformers, and kept by nobody
+        stack.enter_context(mock.patch.object(canary, "reference_states", layered_states))
+        cache = stack.enter_context(TemporaryDirectory())
+        stack.enter_context(mock.patch.dict(os.environ, XDG_CACHE_HOME=cache))
         if plant is not None:
             stack.enter_context(globals()[plant]())
         stack.enter_context(redirect_stdout(StringIO()))
@@ -57,6 +65,21 @@ def _changed_greedy(change: Callable[..., list[int]]) -> Iterator[None]:
         return [replace(r, response_ids=change(self, r.prompt_ids.tolist(), r.response_ids.tolist())) for r in rollouts]
 
     with mock.patch.object(MegatronEngine, "generate", planted):
+        yield
+
+
+@contextmanager
+def rotated_otherwise() -> Iterator[None]:
+    """Models whose frequencies are all a little lower, in training and in sampling."""
+    from nemo_oprd.models.rope import Frequencies, Rope
+
+    right = Rope.frequencies
+
+    def lower(rope: Rope, head_dim: int) -> Frequencies:
+        found = right(rope, head_dim)
+        return replace(found, inv_freq=0.97 * found.inv_freq)
+
+    with mock.patch.object(Rope, "frequencies", lower):
         yield
 
 

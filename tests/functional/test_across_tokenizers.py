@@ -18,6 +18,7 @@ from layout_cases import Case, check_result
 from plain_computation import expected_result
 from pool import Pools
 from safetensors.torch import load_file
+from served_teachers import SERVED, ServedTeachers
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
 from nemo_oprd.batch.types import Rollout
@@ -28,11 +29,15 @@ from nemo_oprd.rollout.replay import write_rollouts
 STUDENT = SIZES | MODELS["qwen3_untied"]
 TEACHER = SIZES | MODELS["phi4_tied"] | {"vocab_size": 431, "num_hidden_layers": 6, "max_position_embeddings": 96}
 RANK = 4
+# servers have no LongRoPE
+SERVED_TEACHER = TEACHER | MODELS["qwen2_untied"] | {"rope_parameters": SIZES["rope_parameters"]}
 PAIRS = {1: 1, 2: 3, 3: 4, 4: 6}  # by the paper's rule
 BRIDGE = ["loss.representation.kind=normalized_mse", "loss.representation.dim_reduction=sum"]
 OBJECTIVES = {
     "token": [*BRIDGE, "loss.representation.weight=10", "loss.representation.k=9"],
     "predicting": ["loss.representation.position=predicting", "loss.representation.positions=all"],
+    "token, served": [*BRIDGE, "loss.representation.weight=10", "loss.representation.k=9"],
+    "predicting, served": ["loss.representation.position=predicting", "loss.representation.positions=all"],
     "cosine": ["loss.representation.kind=cosine", "loss.representation.positions=first_k", "loss.representation.k=5"],
 }
 # tokens of the student's prompt and response, and of the teacher's
@@ -46,6 +51,8 @@ CASES = [
     Case("cp2", "tp2 sp", objective="cosine"),
     Case("dp2", "cp2", objective="predicting", tokens=SMALL),
     Case("tp2", "pp2 dedicated", objective="token", tokens=SMALL),
+    Case("tp2 sp", objective="predicting, served", tokens=SMALL, extra=SERVED),
+    Case("pp2", objective="token, served", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=1")),
 ]
 
 
@@ -78,8 +85,10 @@ class Bench:
         save_random(root / "student", STUDENT, 0)
         save_random(root / "teacher", TEACHER, 1)
         write_rollouts(root / "rollouts.jsonl", make_rollouts())
+        save_random(root / "served_teacher", SERVED_TEACHER, 2)
         for position in ("token", "predicting"):
             save_random_bridge(root / position, STUDENT, TEACHER, PAIRS, RANK, position)
+            save_random_bridge(root / f"{position}, served", STUDENT, SERVED_TEACHER, PAIRS, RANK, position)
 
     def models(self) -> list[str]:
         """What all runs share."""
@@ -88,8 +97,9 @@ class Bench:
 
     def settings(self, objective: str) -> list[str]:
         """Of an objective."""
-        bridge = "predicting" if objective == "predicting" else "token"
-        return [*self.models(), f"bridge.path={self.root / bridge}", *OBJECTIVES[objective]]
+        bridge = objective if objective.startswith("predicting") or "served" in objective else "token"
+        teacher = [f"teacher.hf_path={self.root / 'served_teacher'}"] if "served" in objective else []
+        return [*self.models(), *teacher, f"bridge.path='{self.root / bridge}'", *OBJECTIVES[objective]]
 
     @cache  # noqa: B019 - one bench lives as long as the module's tests
     def expected(self, objective: str) -> dict[str, Any]:
@@ -150,8 +160,9 @@ def test_the_plain_computation(bench: Bench, states: dict[str, list[torch.Tensor
 
 
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
-def test_gradients(pools: Pools, bench: Bench, tmp_path: Path, case: Case) -> None:
-    arguments = [*bench.settings(case.objective), *case.overrides, f"output={tmp_path / 'out'}"]
+def test_gradients(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
+    output = f"output={tmp_path / 'out'}"
+    arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])
     pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
     check_result(tmp_path / "out", bench.expected(case.objective), str(case))
 

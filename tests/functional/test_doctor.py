@@ -34,6 +34,7 @@ CHECKS = [
 CHECKS += ["teacher's weights", "layer map", "data", "prompt tokens", "suffix", "truncation"]
 CHECKS += [
     "teacher is better",
+    *("hidden states", "hidden states"),  # of the student, of the teacher
     "positions",
     "teacher's positions",
     "repeatability",
@@ -97,6 +98,14 @@ def variant(models: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 def of(path: Path) -> str:
     return f"teacher.hf_path={path}"
+
+
+def test_states_that_are_not_transformers_are_named(diagnose: Diagnose, models: Path) -> None:
+    """Nothing else finds it: sampling and scoring rotate alike, and so do student and teacher."""
+    found = diagnose(of(models / "teacher"), plant="rotated_otherwise", problems=1, prompts=2)
+    assert verdicts(found)["hidden states"] == "wrong" and found["hidden states"].code == "states-differ"
+    assert "layer 1 of " in found["hidden states"].text and "rotation (base" in found["hidden states"].text
+    assert "positions" not in found
 
 
 PLAIN = ["quickstart", "opd_full_1p5b", "opd_top16_1p5b", "opd_top1_1p5b", "oprd_1p5b"]
@@ -204,8 +213,9 @@ def test_the_command(models: Path, tmp_path: Path) -> None:
     command += ["train.steps=20", "train.prompts_per_step=8"]
     command += [f"data.train={models / 'prompts' / 'train.jsonl'}", "precision=fp32"]
     command += [f"data.validation.heldout={models / 'prompts' / 'heldout.jsonl'}"]
-    found, environment = tmp_path / "found.json", {**os.environ, "OMP_NUM_THREADS": "1"}
-    for teacher, status, last in (("teacher", 0, "0 wrong, 0 warnings, 21 ok"), ("student", 1, "1 wrong, 2 warnings")):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    found = tmp_path / "found.json"
+    for teacher, status, last in (("teacher", 0, "0 wrong, 0 warnings, 23 ok"), ("student", 1, "1 wrong, 2 warnings")):
         arguments = [*command, of(models / teacher), "--json", str(found)]
         done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
         assert (done.returncode, done.stdout.splitlines()[-1][: len(last)]) == (status, last), done.stderr

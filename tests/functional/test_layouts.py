@@ -30,6 +30,7 @@ from layout_cases import (
 from layout_grid import CASES, SMALL
 from pairwise import mark_slow, of_case
 from pool import Pools, WorkerError
+from served_teachers import ServedTeachers
 from tiny_models import edit_tensors
 
 from nemo_oprd.batch.types import Rollout
@@ -70,9 +71,9 @@ def relative(ours: float, theirs: float) -> float:
 # In order of their ranks, because a pool of another size is another set of processes. The default run takes the cases
 # that hold every pair of settings (pairwise.py), `scripts/test.sh --all` takes all.
 @pytest.mark.parametrize("case", mark_slow(CASES, of_case), ids=str)
-def test_layout(pools: Pools, bench: Workbench, tmp_path: Path, case: Case) -> None:
+def test_layout(pools: Pools, bench: Workbench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = tmp_path / "out"
-    overrides = [*bench.settings(case.objective), *case.overrides, f"output={output}"]
+    overrides = served_teachers.of([*bench.settings(case.objective), *case.overrides, f"output={output}"])
     metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=overrides)
     losses, gradients = read_result(output)
     expected, expected_metrics = bench.expected(case.objective)

@@ -18,6 +18,7 @@ from golden_runs import EXPECTED, check, overrides
 from layout_cases import VOCABULARY, Case, check_result, make_rollouts, read_result, save_model
 from plain_computation import expected_result
 from pool import Pools
+from served_teachers import SERVED, ServedTeachers
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
@@ -76,6 +77,10 @@ CASES = [
     Case("tp2 sp", "pp2", objective="weighted layers", tokens=SMALL),
     Case("pp2", objective="one layer's weight, scheduled", recompute="uniform 1"),
     Case("tp2 sp", "pp2", objective="alone", tokens=SMALL),
+    Case("tp2 sp", objective="full_vocab", tokens=SMALL, extra=SERVED),
+    Case("pp2", objective="sampled_token", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=1")),
+    Case("cp2", objective="forward_kl, tied", tokens=SMALL, extra=SERVED),
+    Case("dp2", objective="alone", tokens=SMALL, extra=SERVED),
 ]
 
 
@@ -126,8 +131,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
-def test_output_terms(pools: Pools, bench: Bench, tmp_path: Path, case: Case) -> None:
-    arguments = [*bench.settings(case.objective), *case.overrides, f"output={tmp_path / 'out'}"]
+def test_output_terms(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
+    output = f"output={tmp_path / 'out'}"
+    arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])
     metrics = pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
     losses, _ = read_result(tmp_path / "out")
     assert ("rep/loss" in losses) == ("rep/loss" in metrics) == (case.objective != "alone")
@@ -144,12 +150,16 @@ BRIDGED = [
     (2, ["student.parallel.pipeline=2", "teacher.parallel.tensor=2", "train.tokens_per_microbatch=20"]),
     (2, ["student.parallel.context=2", "teacher.parallel.pipeline=2", "student.recompute=full"]),
     (3, ["student.parallel.tensor=2", "teacher.placement=dedicated", *WAVES, "train.tokens_per_microbatch=20"]),
+    (2, ["student.parallel.tensor=2", "student.parallel.sequence=true", *SERVED, "train.tokens_per_microbatch=20"]),
+    (2, ["student.parallel.pipeline=2", *SERVED]),
 ]
 
 
 @pytest.mark.parametrize("case", [name for name in EXPECTED if name.startswith("bridge_")])
 @pytest.mark.parametrize(("ranks", "layout"), BRIDGED)
-def test_bridge(pools: Pools, tmp_path: Path, ranks: int, layout: list[str], case: str) -> None:
+def test_bridge(
+    pools: Pools, served_teachers: ServedTeachers, tmp_path: Path, ranks: int, layout: list[str], case: str
+) -> None:
     """Teacher and student of other depths and widths, laid out differently."""
-    pools[ranks].run("cases:run_verify", overrides=[*overrides(case, tmp_path / "out"), *layout])
+    pools[ranks].run("cases:run_verify", overrides=served_teachers.of([*overrides(case, tmp_path / "out"), *layout]))
     check(tmp_path / "out", case)

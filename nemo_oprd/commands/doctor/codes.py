@@ -86,6 +86,7 @@ CODES: dict[str, str] = {
     "template-marks-in-prompt": "prompts hold marks of a chat template, which the template then adds again",
     # samples and forward passes
     "train-refuses": "`train` would refuse this run",
+    "states-differ": "a model, as it was built, does not compute transformers' hidden states",
     "responses-loop": "responses repeat themselves until their limit",
     "responses-cut": "most responses reach the limit of the run",
     "teacher-worse": "the student solves more problems than the teacher",

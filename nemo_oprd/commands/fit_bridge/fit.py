@@ -10,7 +10,7 @@ context parallel ranks, and the pairs are divided among those ranks for the fit 
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def fit_bridge(spec: RunSpec) -> None:
             stack.callback(RunLock(output).undo)
         source = rollout_source(spec, files)
         plan = make_plan(spec, files, fitting=True)
-        distiller = build_distiller(plan, trainable=False)
+        distiller = stack.enter_context(closing(build_distiller(plan, trainable=False)))
         signals = stack.enter_context(Signals())
         statistics = _collect_statistics(config, distiller, source, signals)
         # a signal that arrives from here on is ignored: the remaining work is short

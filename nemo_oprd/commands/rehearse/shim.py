@@ -6,11 +6,12 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from nemo_oprd.runtime.files import cache_directory
 
 SOURCE = Path(__file__).with_name("shim.cpp")
 COMPILERS = ("g++", "clang++", "c++")
@@ -67,8 +68,3 @@ def build(torch: Path) -> Path:
             )
         made.replace(library)  # whole, also if several processes build it
     return library
-
-
-def cache_directory() -> Path:
-    """The folder of this package in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_oprd"

@@ -22,7 +22,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from nemo_oprd.commands.rehearse.shim import cache_directory
+from nemo_oprd.runtime.files import cache_directory
 
 # the environment variable by which a user names a folder with the files
 FOLDER_VARIABLE = "NEMO_OPRD_TE_FILES"

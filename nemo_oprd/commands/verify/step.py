@@ -6,6 +6,7 @@ The same rollouts must give the same two files in every layout, so a user can ch
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.reference.hugging_face import agreement, reference
 from nemo_oprd.distillation.step_batch import StepBatch
@@ -43,7 +45,13 @@ def verify(spec: RunSpec, *, against_reference: bool = False) -> None:
     check_directory(output, "verify")
     rollouts = recorded_rollouts(config, spec.models)
     assert rollouts is not None
-    distiller = build_distiller(make_plan(spec))
+    with closing(build_distiller(make_plan(spec))) as distiller:
+        _verify(spec.config, distiller, rollouts, against_reference=against_reference)
+    dist.barrier()
+
+
+def _verify(config: Config, distiller: Distiller, rollouts: list[Rollout], *, against_reference: bool) -> None:
+    output = Path(config.output)
     # without watched metrics, so that with sampled_token the teacher sends log-probabilities as in most updates
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
     metrics = accumulate_gradients(distiller, batch, whole_gradients=True).metrics
@@ -64,7 +72,6 @@ def verify(spec: RunSpec, *, against_reference: bool = False) -> None:
             print(json.dumps(losses))
             if against_reference:
                 print(compare(config, rollouts, losses, gradients))
-    dist.barrier()
 
 
 def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: dict[str, torch.Tensor]) -> str:

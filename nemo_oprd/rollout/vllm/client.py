@@ -23,6 +23,7 @@ T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
+READY_EVERY_S = 0.25
 # for calls that only start, pause or ask something
 CALL_TIMEOUT_S = 120.0
 # a server that does not hear that a run is over notices it by itself
@@ -181,6 +182,23 @@ class Client:
             except httpx2.TransportError:  # a busy server may drop a connection
                 await asyncio.sleep(min(1.0, left))
         return False
+
+    async def wait_until_healthy(self, server: Server, timeout: float) -> None:
+        """Waits for a server that was just started; ServerDied if it ends, ServerRefused after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not await self.is_healthy(server, timeout=CALL_TIMEOUT_S):
+            server.check_alive()
+            if time.monotonic() > deadline:
+                raise ServerRefused(
+                    f"{server.name} was not ready after {timeout:.0f} s, expected it to be within {server.key}."
+                    f"start_timeout: raise that if the server needs longer{server.last_words()}"
+                )
+            await asyncio.sleep(READY_EVERY_S)
+
+    async def ask_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
+        """What each worker of the server answers to a method of its extension (`worker/`)."""
+        answer = await self.post_watched(server, "/collective_rpc", {"method": method}, timeout=timeout)
+        return answer["results"]
 
     async def stays_healthy(self, server: Server) -> bool:
         """Whether the server is well a second later, when it would have noticed the death of its engine."""

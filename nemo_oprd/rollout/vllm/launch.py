@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.config.schema import Config, VllmConfig
+from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.rope import Rope, parse_rope
 
@@ -17,31 +17,30 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # prompt tokens that a server on CPU computes at a time, as vLLM's own default
 CPU_BATCHED_TOKENS = 4096
 # of `precision`, as vLLM names them
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _NOT_FLAGS = ("--host", "--port", "--uds", "--grpc-port", "--api-key", "--middleware", "--root-path")
-SETUP = "run `bash scripts/setup_vllm.sh`, or set rollout.vllm.python"
 
 
-def find_python(settings: VllmConfig) -> Path:
-    """The interpreter of vLLM's environment; ValueError if there is none."""
+def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
+    """The interpreter of vLLM's environment; ValueError if there is none. `key`: the group of the settings."""
     given = settings.python
     python = DEFAULT_PYTHON if given is None else Path(given)
     if not python.is_file():
         found = "is a directory" if python.is_dir() else "does not exist"
         raise ValueError(
-            f"rollout.vllm.python={given}: {python} {found}; expected the Python interpreter of an environment with "
-            f"vLLM: {SETUP}"
+            f"{key}.python={given}: {python} {found}; expected the Python interpreter of an environment with vLLM: run "
+            f"`bash scripts/setup_vllm.sh`, or set {key}.python"
         )
     return python
 
 
-def check_flags(settings: VllmConfig) -> None:
-    """Raises ValueError if `rollout.vllm.flags` would let others in, or would show a secret to them."""
+def check_flags(settings: ServerConfig, key: str = "rollout.vllm") -> None:
+    """Raises ValueError if the `flags` would let others in, or would show a secret to them; `key` as above."""
     for flag in map(str, settings.flags):
         name = flag.partition("=")[0].replace("_", "-")
         if name in _NOT_FLAGS:
             raise ValueError(
-                f"rollout.vllm.flags holds {name}, but a run alone says where its servers listen and who may call "
+                f"{key}.flags holds {name}, but a run alone says where its servers listen and who may call "
                 "them; expected other arguments of vLLM: remove it (docs/security.md)"
             )
 
@@ -91,7 +90,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
         # nor sampling parameters of a generation_config.json
         *("--generation-config", "vllm"),
-        *("--dtype", _DTYPES[config.precision]),
+        *("--dtype", DTYPES[config.precision]),
         *("--max-model-len", str(spec.max_positions), "--max-num-seqs", str(rollout.max_batch)),
         *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
         *("--logprobs-mode", "processed_logprobs"),
@@ -128,7 +127,7 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
         "known_ids": known_ids,
-        "dtype": _DTYPES[config.precision],
+        "dtype": DTYPES[config.precision],
         "logprobs_mode": "processed_logprobs",
         "workers": config.rollout.vllm.tensor,
     }

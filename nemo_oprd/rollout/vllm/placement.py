@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from nemo_oprd.config.schema import VllmConfig
+from nemo_oprd.config.schema import ServerConfig, VllmConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -54,20 +54,8 @@ def place_servers(
     if config.endpoints:
         return [_endpoint(config, number, url) for number, url in enumerate(config.endpoints)]
     cuda = devices[students[0]] is not None
-    if cuda and len(set(zip(machines, devices, strict=True))) < len(machines):
-        raise ValueError(
-            f"rollout.engine=vllm: ranks of one machine name the same CUDA device ({', '.join(map(str, devices))}); "
-            "expected a different one for each: make all GPUs of a machine visible to every rank (--gpus-per-node "
-            "without --gpus-per-task)"
-        )
     places, colocated = [], config.placement == "colocated"
-    for number, group in enumerate(_rank_groups(config, machines, students, cuda)):
-        on_machines = {machines[rank] for rank in group}
-        if len(on_machines) > 1:
-            raise ValueError(
-                f"rollout.vllm.tensor={config.tensor}: server {number} would have ranks {list(group)}, which are on "
-                f"{len(on_machines)} machines; expected one: choose a divisor of the ranks per machine"
-            )
+    for number, group in enumerate(rank_groups(config, machines, devices, students)):
         machine = machines[group[0]]
         controller = next((rank for rank in students if machines[rank] == machine), machines.index(machine))
         names = tuple(str(devices[rank]) for rank in group) if cuda else None
@@ -77,15 +65,50 @@ def place_servers(
     return places
 
 
-def dedicated_ranks(config: VllmConfig) -> int:
+def dedicated_ranks(config: ServerConfig) -> int:
     """The number of the last ranks of the job that hold servers and nothing else."""
-    if config.placement == "colocated" or config.endpoints:
+    if config.placement == "colocated":
         return 0
     return (config.replicas or 1) * config.tensor
 
 
-def _rank_groups(config: VllmConfig, machines: Sequence[str], students: range, cuda: bool) -> list[list[int]]:
-    """Per server, the ranks on whose machine, and with CUDA on whose GPUs, it runs."""
+def rank_groups(
+    config: ServerConfig,
+    machines: Sequence[str],
+    devices: Sequence[str | None],
+    students: range,
+    key: str = "rollout",
+) -> list[list[int]]:
+    """Per server, the ranks on whose machine, and with CUDA on whose GPUs, it runs.
+
+    Args:
+        machines, devices, students: as of `place_servers`.
+        key: whose servers they are, `rollout` or `teacher`.
+
+    Raises:
+        ValueError: a server would need GPUs of two machines or more GPUs than there are.
+    """
+    cuda = devices[students[0]] is not None
+    if cuda and len(set(zip(machines, devices, strict=True))) < len(machines):
+        raise ValueError(
+            f"{key}.engine=vllm: ranks of one machine name the same CUDA device ({', '.join(map(str, devices))}); "
+            "expected a different one for each: make all GPUs of a machine visible to every rank (--gpus-per-node "
+            "without --gpus-per-task)"
+        )
+    groups = _rank_groups(config, machines, students, cuda, key)
+    for number, group in enumerate(groups):
+        on_machines = {machines[rank] for rank in group}
+        if len(on_machines) > 1:
+            raise ValueError(
+                f"{key}.vllm.tensor={config.tensor}: server {number} would have ranks {list(group)}, which are on "
+                f"{len(on_machines)} machines; expected one: choose a divisor of the ranks per machine"
+            )
+    return groups
+
+
+def _rank_groups(
+    config: ServerConfig, machines: Sequence[str], students: range, cuda: bool, key: str
+) -> list[list[int]]:
     size = config.tensor
     if config.placement == "dedicated":
         first = len(machines) - dedicated_ranks(config)
@@ -94,7 +117,7 @@ def _rank_groups(config: VllmConfig, machines: Sequence[str], students: range, c
         replicas = config.replicas or len(students) // size
         if not 0 < replicas * size <= len(students):
             raise ValueError(
-                f"rollout.vllm.replicas={config.replicas} servers on rollout.vllm.tensor={size} GPUs each need "
+                f"{key}.vllm.replicas={config.replicas} servers on {key}.vllm.tensor={size} GPUs each need "
                 f"{max(replicas, 1) * size} GPUs, but the student has {len(students)}; expected at most that: lower "
                 "one of the two, or start more ranks"
             )

@@ -9,10 +9,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from nemo_oprd.rollout.response import Response
-from nemo_oprd.rollout.vllm.answers import AnswerCheck
 from nemo_oprd.rollout.vllm.client import Client, ConnectionBroken
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
@@ -21,16 +19,32 @@ GENERATE = "/inference/v1/generate"
 REPETITIONS = 3
 # (index of a request, what to post)
 Claimed: TypeAlias = "tuple[int, dict[str, Any]]"
+# what an answer is read as: a response, or what a teacher's server was asked for
+T = TypeVar("T")
+Read = TypeVar("Read", covariant=True)
+
+
+class Reader(Protocol[Read]):
+    """What reads and checks answers."""
+
+    def read(self, index: int, answer: bytes, most: int, server: str) -> Read:
+        """What is in the answer to request `index`, which asked for at most `most` tokens.
+
+        Raises:
+            ServerDied: the server gave the request up.
+            ServerRefused: the answer is none to this request.
+        """
+        ...
 
 
 @dataclass
-class Sampling:
+class Sampling(Generic[T]):
     """`run` samples until nothing is left to claim, no server is left, or somebody stops it.
 
     Attributes:
         claim: the next request; None if there are no more. Other controllers claim from the same queue.
         slots: the most requests that a server gets at a time, so that no server takes what another one has room for.
-        deliver: called with every response: the index of its request, the response, and the number of the server.
+        deliver: called with every answer: the index of its request, what was read, and the number of the server.
         died: per server, why it counts as dead.
         error: what makes further sampling pointless.
         busy_s: per server, the seconds until its last response.
@@ -38,11 +52,11 @@ class Sampling:
     """
 
     client: Client
-    check: AnswerCheck
+    check: Reader[T]
     timeout_s: float
     claim: Callable[[], Awaitable[Claimed | None]]
     slots: int
-    deliver: Callable[[int, Response, int], None]
+    deliver: Callable[[int, T, int], None]
     died: dict[int, str] = field(default_factory=dict)
     error: str | None = None
     busy_s: dict[int, float] = field(default_factory=dict)
@@ -98,8 +112,8 @@ class Sampling:
             index, body = claimed
             try:
                 answer = await self._ask(server, body)
-                response = self.check.read(index, answer, body["sampling_params"]["max_tokens"], server.name)
-                self.deliver(index, response, server.number)
+                found = self.check.read(index, answer, body["sampling_params"]["max_tokens"], server.name)
+                self.deliver(index, found, server.number)
                 self.busy_s[server.number] = time.monotonic() - self._started
             except ServerDied as death:
                 self._again.append(claimed)

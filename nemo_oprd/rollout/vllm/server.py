@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_oprd.rollout.vllm import guard
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import GENERATION
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER
 from nemo_oprd.runtime.messages import ON_STDOUT
 
@@ -46,6 +47,7 @@ class Server:
         pushed: the version of the weights that it has; None before the first ones.
         in_flight: requests that it may work on at the same time.
         max_restarts: how often it may die.
+        key, role: the group of its settings, and what it is, for messages.
         socket: of a server that listens on a Unix socket, its path; `base_url` then names no port.
         headers: of every call but those that ask whether the server is well; they hold secrets.
     """
@@ -58,11 +60,13 @@ class Server:
     base_url: str = "http://localhost"
     socket: Path | None = None
     headers: dict[str, str] = field(default_factory=dict, repr=False)
+    key: str = "rollout.vllm"
+    role: str = "vLLM server"
 
     @property
     def name(self) -> str:
         """For messages."""
-        return f"vLLM server {self.number}"
+        return f"{self.role} {self.number}"
 
     def check_alive(self) -> None:
         """Raises ServerDied if it is known to have ended."""
@@ -76,7 +80,7 @@ class Server:
         if self.generation > self.max_restarts:
             raise ServerRefused(
                 f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
-                f"expected at most {self.max_restarts} deaths (rollout.vllm.max_restarts){where}"
+                f"expected at most {self.max_restarts} deaths ({self.key}.max_restarts){where}"
             )
 
     def close(self) -> None:
@@ -96,6 +100,7 @@ class LocalServer(Server):
         flags: see `server_arguments`.
         devices: CUDA devices that it sees; None: without CUDA.
         log: what it prints is appended to this file.
+        variables: of its environment, besides those that all servers get.
         directory: a directory of this process, which this user alone can enter, for the server's sockets; the guard
             removes it when this process ends. Its path is short: that of a socket has at most 107 bytes.
     """
@@ -105,6 +110,7 @@ class LocalServer(Server):
     devices: tuple[str, ...] | None = None
     log: Path = Path()
     directory: Path = Path()
+    variables: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen | None = None
     _shared_memory: set[str] = field(default_factory=set)
     _noted_at: float = -NOTE_EVERY_S
@@ -123,6 +129,8 @@ class LocalServer(Server):
                 guard.SHARED_NAMES: self._shared_names,
                 FOLDER: str(self.directory),
                 "VLLM_RPC_BASE_PATH": str(self.directory),  # of the sockets between the server's own processes
+                GENERATION: str(self.generation),
+                **self.variables,
             }
             self._process = guard.start(command, self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

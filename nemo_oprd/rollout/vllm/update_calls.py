@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,6 @@ LOAD_TIMEOUT_S = 900.0
 RECEIVE_TIMEOUT_S = 4 * 3600.0
 # of a pause; then the log says what it waits for
 SAY_AFTER_S = 10.0
-READY_EVERY_S = 0.25
 _PROBE_SAMPLING = {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False}
 PROBE = {"token_ids": [1, 2], "sampling_params": _PROBE_SAMPLING}
 
@@ -80,7 +78,7 @@ class UpdateCalls:
             await self._client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}})
             self._joined.add(server.number)
         if server.number in self._broken:
-            await self._ask_workers(server, "nemo_oprd_give_up")
+            await self._client.ask_workers(server, "nemo_oprd_give_up")
             self._broken.discard(server.number)
         await self._client.post_watched(server, "/start_weight_update")
         self._begun.add(server.number)
@@ -113,28 +111,16 @@ class UpdateCalls:
 
     async def _wait_until_ready(self, server: Server) -> None:
         """Waits until the server is healthy, is the right one and survives a request."""
-        client, deadline = self._client, time.monotonic() + self.start_timeout
-        while not await client.is_healthy(server, timeout=CALL_TIMEOUT_S):
-            server.check_alive()
-            if time.monotonic() > deadline:
-                raise ServerRefused(
-                    f"{server.name} was not ready after {self.start_timeout:.0f} s, expected it to be within rollout."
-                    f"vllm.start_timeout: raise that if the server needs longer{server.last_words()}"
-                )
-            await asyncio.sleep(READY_EVERY_S)
-        for found in await self._ask_workers(server, "nemo_oprd_describe"):
+        client = self._client
+        await client.wait_until_healthy(server, self.start_timeout)
+        for found in await client.ask_workers(server, "nemo_oprd_describe"):
             self.describe(found, server.name)
         # an endpoint may have been left in the middle of an update, and paused
-        await self._ask_workers(server, "nemo_oprd_give_up")
+        await self._client.ask_workers(server, "nemo_oprd_give_up")
         await client.post_watched(server, "/resume")
         # a server whose kernels don't fit the model is healthy until its first request
         await client.post_watched(server, GENERATE, PROBE, timeout=self.start_timeout)
         self._ready[server.number] = server.generation
-
-    async def _ask_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
-        """What each worker of the server answers to a method of `nemo_oprd_worker.WorkerExtension`."""
-        answer = await self._client.post_watched(server, "/collective_rpc", {"method": method}, timeout=timeout)
-        return answer["results"]
 
     async def settle(self, server: Server) -> None:
         """Waits until the server is there, and lets it give the memory of its GPUs back."""
@@ -162,7 +148,7 @@ class UpdateCalls:
 
     async def finish(self, server: Server, digest: str, version: str) -> None:
         """Compares what all workers received, and lets the server sample from it."""
-        received = await self._ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
+        received = await self._client.ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
         for worker, found in enumerate(received):
             if found != {"digest": digest, "tensors": self.tensors}:
                 raise ServerRefused(

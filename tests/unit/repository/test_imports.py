@@ -30,6 +30,7 @@ ORDER = [
     ("distillation",),
     ("checkpointing",),
     ("rollout",),
+    ("teacher_servers",),
     ("observability",),
     ("evaluation",),
     ("setup",),

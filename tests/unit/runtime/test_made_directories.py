@@ -36,6 +36,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "grade": file("grades/sums.jsonl"),
     "fit-bridge": file("bridge.json"),
     "verify": file("losses.json"),
+    "capture": file("hidden_states/hs_0.safetensors"),
     "toy": file("toy.json"),
     "export": file("config.json", '{"model_type": "qwen2"}'),
 }

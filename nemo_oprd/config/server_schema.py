@@ -1,0 +1,47 @@
+"""The keys that all vLLM servers of a run have, whatever they do: `rollout.vllm` and `teacher.vllm`."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from nemo_oprd.config.types import STRICT, Free, Interpreter, Learned, NonNegativeInt, PositiveFloat, Share, Size
+
+
+@dataclass(config=STRICT)
+class ServerConfig:
+    """vLLM servers that a run starts, watches and ends."""
+
+    python: Free[Interpreter | None] = None
+    """interpreter of vLLM's environment; null: the project's `.venv-vllm`"""
+    placement: Free[Literal["colocated", "dedicated"]] = "colocated"
+    """servers on the student's machines and GPUs, or on the last ranks of the job
+
+    These last replicas * tensor ranks hold servers and nothing else.
+    """
+    replicas: Free[Size | None] = None
+    """number of servers; null: all of the student's GPUs, or one
+
+    One without GPUs, and with `placement: dedicated`.
+    """
+    tensor: Free[Size] = 1
+    """workers (tensor-parallel ranks) of a server"""
+    gpu_memory_utilization: Free[Literal["auto"] | Share] = "auto"
+    """fraction of a GPU's memory that a server takes; auto: 0.4 beside the student, 0.9 of a GPU of its own"""
+    flags: Learned[list[str | int | float]] = field(default_factory=list)
+    """further arguments of a server"""
+    start_timeout: Free[PositiveFloat] = 900.0
+    """seconds until a server must be ready"""
+    request_timeout: Free[PositiveFloat] = 7200.0
+    """seconds until a request must be answered"""
+    max_restarts: Free[NonNegativeInt] = 10
+    """restarts of one server before the run ends"""
+
+    @property
+    def memory_share(self) -> float:
+        """The fraction of a GPU's memory that a server takes."""
+        if self.gpu_memory_utilization != "auto":
+            return self.gpu_memory_utilization
+        return 0.4 if self.placement == "colocated" else 0.9

@@ -1,0 +1,71 @@
+"""Verdicts that are kept, so that a second start of the same model, layout and versions does not pay again.
+
+A verdict is a JSON file in the user's cache, named by a digest of all that it depends on. Only what passed is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import metadata
+from pathlib import Path
+
+import nemo_oprd
+from nemo_oprd.models.canary.verdict import CanaryVerdict
+from nemo_oprd.models.fingerprint import fingerprint
+from nemo_oprd.runtime.files import cache_directory, write_atomically
+
+_FOLDER = "canary"
+# counts what verdicts are about: those of other numbers are not read
+_FORMAT = 1
+# what computes states on either side; a package that is not installed is absent from the key
+_PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "safetensors")
+
+
+def canary_key(directory: Path, *, prompts: list[list[int]], layout: str, dtype: str, engine: str) -> str:
+    """A digest (hex) of all that a verdict depends on.
+
+    Args:
+        directory: the weights: a Hugging Face model, or a Megatron checkpoint.
+        layout: how the engine divides the model, in any fixed words.
+        engine: what computes, with its version and settings that change numbers, in any fixed words.
+    """
+    versions = {"nemo-oprd": nemo_oprd.__version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    what = {
+        "format": _FORMAT,
+        "weights": fingerprint(Path(directory)),
+        "prompts": prompts,
+        "layout": layout,
+        "dtype": dtype,
+        "engine": engine,
+        "versions": versions,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def kept_verdict(key: str) -> CanaryVerdict | None:
+    """The verdict that was kept under `key`; None if there is none, or its file is damaged."""
+    try:
+        return CanaryVerdict.from_json(json.loads(_file(key).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # it is computed again
+
+
+def keep_verdict(key: str, verdict: CanaryVerdict) -> None:
+    """Keeps a verdict under `key`.
+
+    Raises:
+        OSError: the cache can't be written; the error names the file.
+    """
+    file = _file(key)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(verdict.as_json(), indent=1))
+
+
+def _file(key: str) -> Path:
+    return cache_directory() / _FOLDER / f"{key}.json"

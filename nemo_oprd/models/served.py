@@ -1,0 +1,74 @@
+"""The architecture of a model that vLLM servers compute, as far as the trainer needs it: any family, no weight mapping.
+
+Imports no torch, as the rest of this package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_oprd.models import ModelSpec, read_hf_config
+from nemo_oprd.models.architecture import Family, positive_integer, source_dtype
+from nemo_oprd.models.rope import Rope
+
+# what families call the same size; the first name that a config has counts
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+def read_served_spec(path: str | Path) -> ModelSpec:
+    """Depth, width, vocabulary and positions from `path/config.json`, of the language model in it if it has parts.
+
+    What only a model in this process needs (heads, feed-forward size, RoPE, norms) is not read, and is 0 or a default.
+
+    Raises:
+        ValueError: there is no readable config.json, or it names none of these sizes.
+    """
+    hf_config, source = read_hf_config(path), str(Path(path) / "config.json")
+    text = hf_config.get("text_config")
+    text = hf_config if not isinstance(text, dict) else {**hf_config, **text}
+    _check_rope(text, source)
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{source}: model_type={model_type!r}; expected a name: copy the file from its source again")
+    layers, width, positions = (
+        positive_integer(text, next((name for name in names if name in text), names[0]), source)
+        for names in (_LAYERS, _WIDTH, _POSITIONS)
+    )
+    return ModelSpec(
+        family=Family(model_type, _no_parse, (), own=False),
+        model_type=model_type,
+        num_layers=layers,
+        hidden_size=width,
+        ffn_size=0,
+        num_heads=0,
+        num_kv_heads=0,
+        head_dim=0,
+        vocab_size=positive_integer(text, "vocab_size", source),
+        rope=Rope(theta=0.0),
+        norm_eps=0.0,
+        max_positions=positions,
+        tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+        qkv_bias=False,
+        proj_bias=False,
+        qk_norm=False,
+        dtype=source_dtype(text),
+        hf_config=hf_config,
+    )
+
+
+def _check_rope(text: dict, source: str) -> None:
+    """Raises ValueError if the length of a sequence decides how its first tokens are rotated."""
+    settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = settings.get("rope_type", settings.get("type")) if isinstance(settings, dict) else None
+    if kind in ("longrope", "su", "dynamic"):
+        raise ValueError(
+            f"{source}: teacher.engine=vllm with RoPE of type {kind}, whose frequencies depend on the length of a "
+            "sequence, and vLLM's not on that of each; expected another type: set teacher.engine=megatron, or choose "
+            "another teacher"
+        )
+
+
+def _no_parse(family: Family, hf_config: dict, source: str) -> ModelSpec:
+    raise AssertionError(f"{source}: {family.model_type} is read by `read_served_spec`")

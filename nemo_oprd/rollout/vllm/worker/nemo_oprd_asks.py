@@ -1,0 +1,198 @@
+"""What a trainer asks a teacher's server for, and the file with the answer; see `nemo_oprd_teach.py`.
+
+An `Ask` travels as JSON in a request's `extra_args`. Its answer is a file in the run's own folder, which this user
+alone can enter: the length of a header (8 bytes, little endian), the header (JSON), and the values. It is written under
+another name and renamed, so that there is a whole answer or none. The trainer, the server and the tests' stand-in all
+import this module, so it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+# key of `extra_args`
+ASK = "nemo_oprd_ask"
+# environment of a server: how often it was started
+GENERATION = "NEMO_OPRD_GENERATION"
+NAME = re.compile(r"[0-9a-f]{32}")
+# values per row in place of a final state: log-probability of a token, entropy
+LOGPROB_COLUMNS = 2
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PARTIAL = ".part"
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 1 << 26
+# of each stretch of a weight file, the bytes that its digest reads: other weights differ everywhere
+_STRETCH_BYTES, _READ_BYTES = 64 << 20, 64 << 10
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The rows of one sequence that a trainer wants.
+
+    Attributes:
+        name: of the file with the answer, 32 hexadecimal digits.
+        layers: ascending; 1..L is the residual stream after so many blocks, L + 1 the state after the final norm.
+        rows: positions in the sequence, ascending, whose states of all `layers` are wanted.
+        final_rows: positions, ascending, whose states after the final norm are wanted for an output loss.
+        tokens: one id per final row; its log-probability and the entropy are then wanted in place of the state.
+        vocabulary, temperature: of that distribution: over the ids below `vocabulary`, of the logits divided by
+            `temperature`.
+        chunk: rows whose logits are in memory at a time.
+    """
+
+    name: str
+    layers: list[int]
+    rows: list[int]
+    final_rows: list[int]
+    tokens: list[int] | None = None
+    vocabulary: int = 0
+    temperature: float = 1.0
+    chunk: int = 1
+
+    def text(self) -> str:
+        """The inverse of `parse`."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str, length: int, depth: int) -> Ask:
+        """The ask in a request of `length` tokens to a model of `depth` layers.
+
+        Raises:
+            ValueError: it is none.
+        """
+        given = json.loads(text)
+        if not isinstance(given, dict) or set(given) != set(Ask.__dataclass_fields__):
+            raise ValueError("expected an object with the fields of Ask")
+        ask = Ask(**given)
+        if not isinstance(ask.name, str) or not NAME.fullmatch(ask.name):
+            raise ValueError(f"name={ask.name!r:.60}; expected 32 hexadecimal digits")
+        for what, values, low, high in (
+            ("layers", ask.layers, 1, depth + 1),
+            ("rows", ask.rows, 0, length - 1),
+            ("final_rows", ask.final_rows, 0, length - 1),
+        ):
+            if not _ascends(values) or (values and not low <= values[0] <= values[-1] <= high):
+                raise ValueError(f"{what}={values!r:.60}; expected ascending whole numbers in {low}..{high}")
+        if ask.tokens is not None:
+            drawn = _are_integers(ask.tokens) and len(ask.tokens) == len(ask.final_rows)
+            if not drawn or not _are_integers([ask.vocabulary, ask.chunk]) or ask.chunk < 1:
+                raise ValueError("tokens: expected one id per final row, and whole numbers vocabulary and chunk")
+            if not all(0 <= token < ask.vocabulary for token in ask.tokens):
+                raise ValueError(f"tokens: expected ids below vocabulary={ask.vocabulary}")
+            if not isinstance(ask.temperature, int | float) or not 0 < ask.temperature < math.inf:
+                raise ValueError(f"temperature={ask.temperature!r:.60}; expected a number above 0")
+        return ask
+
+    def header(self, ids: Sequence[int], width: int, dtype: str, generation: int) -> dict[str, Any]:
+        """The header of the whole answer for a sequence of `ids`, of a model of `width` that computes in `dtype`."""
+        asked = hashlib.blake2b(self.text().encode(), digest_size=16)
+        asked.update(array("q", ids).tobytes())
+        return {
+            "asked": asked.hexdigest(),
+            "dtype": dtype,
+            "states": [len(self.layers), len(self.rows), width],
+            "final": [len(self.final_rows), width if self.tokens is None else LOGPROB_COLUMNS],
+            "filled": len(self.layers) * len(self.rows) + len(self.final_rows),
+            "generation": generation,
+        }
+
+    def sizes(self, width: int, dtype: str) -> tuple[int, int]:
+        """Bytes of the states, and of the final rows, which follow them."""
+        item = ITEM_BYTES[dtype]
+        final = width * item if self.tokens is None else LOGPROB_COLUMNS * ITEM_BYTES["float32"]
+        return len(self.layers) * len(self.rows) * width * item, len(self.final_rows) * final
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+def _ascends(values: Any) -> bool:
+    return _are_integers(values) and all(one < other for one, other in pairwise(values))
+
+
+class AnswerFolder:
+    """The folder of a run, for answers.
+
+    Raises:
+        ValueError: it is a link, belongs to another user, or others can enter it.
+        OSError: there is no such folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._folder = path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(self._folder)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ValueError(f"{path} can be entered by others; expected a folder of this user with mode 0700")
+
+    def write(self, name: str, header: dict[str, Any], *values: Any) -> None:
+        """Writes an answer whose values are in buffers.
+
+        Raises:
+            ValueError: `name` is no name of an answer.
+            OSError: there is an answer of that name, or no room for it; nothing of it is left.
+        """
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r:.60} is no name of an answer")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(name + _PARTIAL, flags, 0o600, dir_fd=self._folder)
+        try:
+            with os.fdopen(file, "wb") as stream:
+                text = json.dumps(header).encode()
+                stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+                for part in values:
+                    stream.write(part)
+            # unlike a rename, a link replaces nothing
+            os.link(name + _PARTIAL, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        finally:
+            os.unlink(name + _PARTIAL, dir_fd=self._folder)
+
+    def take(self, name: str) -> tuple[dict[str, Any], bytearray] | None:
+        """(Header, values) of an answer, which is removed; None if there is none."""
+        try:
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(file, "rb") as stream:
+            os.unlink(name, dir_fd=self._folder)
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            size = os.fstat(file).st_size - _LENGTH_BYTES - length
+            if not 0 < length <= _MOST_HEADER_BYTES or size < 0:
+                raise ValueError(f"{self._path}/{name} has no header; expected an answer of a server of this run")
+            header, values = json.loads(stream.read(length)), bytearray(size)
+            stream.readinto(values)
+        return header, values
+
+    def clear(self) -> None:
+        """Removes all answers, also those that a dead server has not completed."""
+        for name in os.listdir(self._folder):
+            if NAME.fullmatch(name.removesuffix(_PARTIAL)):
+                os.unlink(name, dir_fd=self._folder)
+
+    def close(self) -> None:
+        """Closes the folder."""
+        os.close(self._folder)
+
+
+def weights_digest(directory: str) -> str:
+    """Digest of config.json and the weight files of a model: names, sizes, and a part of every stretch of each file."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("config.json")]):
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            for start in range(0, size, _STRETCH_BYTES):
+                stream.seek(start)
+                digest.update(stream.read(_READ_BYTES))
+    return digest.hexdigest()

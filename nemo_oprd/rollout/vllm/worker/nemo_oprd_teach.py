@@ -1,0 +1,388 @@
+"""What vLLM's workers run for a teacher: they keep the asked rows of the asked layers of a request's prompt.
+
+This module is imported in vLLM's environment, as `nemo_oprd_worker.py`. A request with an `Ask` (`nemo_oprd_asks.py`)
+in its `extra_args` is computed as any other; forward hooks on the decoder layers copy its rows, over as many chunks as
+the scheduler makes of the prompt, and the first tensor rank writes the answer before the request ends. What goes wrong
+in a hook is the answer: an exception there would end the engine.
+
+**What is the residual stream?** A layer returns it, or a pair. In most families the stream is the sum of the pair
+(hidden states and a residual that is not yet added), in some the first of it. No table of families says so: the sum or
+the first is what the model's final norm makes the model's output of. `_Reading` tries both on the last layer when
+`nemo_oprd_install` is followed by the first request, and the same comparison is made in every forward pass that has
+rows of an ask. That other layers mean the same as the last one is the canary's to show.
+
+Hooks run in eager mode only: a compiled model would call none, and answer as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import vllm
+from nemo_oprd_asks import ASK, GENERATION, LOGPROB_COLUMNS, AnswerFolder, Ask, weights_digest
+from nemo_oprd_files import FOLDER
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+logger = logging.getLogger(__name__)
+
+# relative deviation of a row that the final norm may have if it is computed once more, by dtype
+_NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+_LAYER_LISTS = ("layers", "h", "blocks")
+
+
+@dataclass
+class _Job:
+    """A request with an ask, over its forward passes.
+
+    Attributes:
+        ids: the whole prompt.
+        states: [layers, rows, D] in the model's dtype; `filled` [layers, rows] says which of them are there.
+        final: the final rows [n, D], or for tokens float32 [n, 2]; `final_filled` [n].
+        error: what went wrong; then that is the answer.
+    """
+
+    ask: Ask
+    ids: list[int]
+    width: int
+    dtype: torch.dtype
+    error: str | None = None
+    rows: torch.Tensor = field(init=False)
+    final_rows: torch.Tensor = field(init=False)
+    states: torch.Tensor = field(init=False)
+    filled: torch.Tensor = field(init=False)
+    final: torch.Tensor = field(init=False)
+    final_filled: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        ask = self.ask
+        self.rows = torch.tensor(ask.rows, dtype=torch.int64)
+        self.final_rows = torch.tensor(ask.final_rows, dtype=torch.int64)
+        self.states = torch.empty(len(ask.layers), len(ask.rows), self.width, dtype=self.dtype)
+        self.filled = torch.zeros(len(ask.layers), len(ask.rows), dtype=torch.bool)
+        columns, dtype = (self.width, self.dtype) if ask.tokens is None else (LOGPROB_COLUMNS, torch.float32)
+        self.final = torch.empty(len(ask.final_rows), columns, dtype=dtype)
+        self.final_filled = torch.zeros(len(ask.final_rows), dtype=torch.bool)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row is there."""
+        return bool(self.filled.all()) and bool(self.final_filled.all())
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The tokens of a job in one forward pass: `start` in the flat batch, positions `first`..`end` - 1."""
+
+    job: _Job
+    start: int
+    first: int
+    end: int
+
+    def inside(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Indices among `rows` of those that this pass computes, their indices in the flat batch)."""
+        found = ((rows >= self.first) & (rows < self.end)).nonzero().flatten()
+        return found, self.start + rows[found] - self.first
+
+    @property
+    def wanted(self) -> torch.Tensor:
+        """Flat indices of all rows that are wanted of this pass in any layer."""
+        return torch.cat([self.inside(self.job.rows)[1], self.inside(self.job.final_rows)[1]])
+
+
+def _first(output: Any) -> torch.Tensor:
+    """The tensor, or the first of a tuple, as [tokens, D]: models of transformers' code return [1, tokens, D]."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return tensor.flatten(0, -2)
+
+
+def _summed(output: Any) -> torch.Tensor | None:
+    """The sum of a pair; None if the output is no pair of tensors."""
+    pair = output[:2] if isinstance(output, tuple) else ()
+    if len(pair) < 2 or not isinstance(pair[1], torch.Tensor) or pair[1].shape != pair[0].shape:
+        return None
+    return (pair[0] + pair[1]).flatten(0, -2)
+
+
+def _picked(output: Any, tokens: torch.Tensor, *, summed: bool) -> torch.Tensor:
+    """Rows of the residual stream in a layer's output, on the layer's device."""
+    tokens = tokens.to(_first(output).device)
+    value = _first(output).index_select(0, tokens)
+    if summed and isinstance(output, tuple) and isinstance(output[1], torch.Tensor):
+        value = value + output[1].flatten(0, -2).index_select(0, tokens)
+    return value
+
+
+def find_layers(model: torch.nn.Module, count: int) -> tuple[torch.nn.Module, torch.nn.ModuleList]:
+    """(The module that holds the decoder layers, the list of the `count` layers); ValueError unless there is one."""
+    found = []
+    for path, module in model.named_modules():
+        for name in _LAYER_LISTS:
+            layers = getattr(module, name, None)
+            if isinstance(layers, torch.nn.ModuleList) and len(layers) == count and "vis" not in path:
+                found.append((module, layers))
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} lists of {count} decoder layers named {', '.join(_LAYER_LISTS)}; "
+            "expected one: this model can't be read"
+        )
+    return found[0]
+
+
+def _normed(norm: torch.nn.Module, stream: torch.Tensor) -> torch.Tensor:
+    """A norm of rows [n, D], computed once more; a norm may change its input in place."""
+    output = norm(stream.clone())
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest relative deviation of a row."""
+    difference = (found.float() - expected.float()).norm(dim=-1)
+    return float((difference / expected.float().norm(dim=-1).clamp_min(1e-30)).max())
+
+
+@dataclass
+class _Reading:
+    """How the model is read: the final norm, and whether the stream is the sum of what a layer returns."""
+
+    norms: list[torch.nn.Module]
+    tolerance: float
+    norm: torch.nn.Module | None = None
+    summed: bool = False
+
+    def learn(self, candidates: list[tuple[bool, torch.Tensor]], final: torch.Tensor) -> None:
+        """Takes the norm and the reading, (whether it sums, the stream [n, D]), that give the final states [n, D]."""
+        fits = [
+            (_deviation(_normed(norm, stream), final), summed, norm)
+            for norm in self.norms
+            for summed, stream in candidates
+        ]
+        best = min(fits, key=lambda fit: fit[0], default=None)
+        if best is None or not best[0] < self.tolerance:
+            said = (
+                "it has no norm beside its layers" if best is None else f"the nearest reading is off by {best[0]:.1e}"
+            )
+            raise ValueError(
+                f"what the last layer returns, normed, is not what the model returns ({said}); expected hidden states, "
+                "or hidden states and a residual: this family can't be read"
+            )
+        _, self.summed, self.norm = best
+
+    def check(self, stream: torch.Tensor, final: torch.Tensor) -> None:
+        """Raises ValueError unless the last layer's stream, normed, is the final state; both [n, D]."""
+        assert self.norm is not None
+        if len(stream) and not (found := _deviation(_normed(self.norm, stream), final)) < self.tolerance:
+            raise ValueError(f"the last layer's states, normed, differ from the final states by {found:.1e}")
+
+
+class _Capture:
+    """The hooks of one worker, and its jobs."""
+
+    def __init__(self, worker: Any) -> None:
+        config = worker.vllm_config.model_config
+        self.runner, self.depth = worker.model_runner, config.hf_text_config.num_hidden_layers
+        self.width, self.dtype = config.get_hidden_size(), config.dtype
+        self.model = self.runner.get_model()
+        self.folder = AnswerFolder(os.environ[FOLDER])
+        self.generation = int(os.environ[GENERATION])
+        self.jobs: dict[str, _Job] = {}
+        self.over: set[str] = set()  # requests that have their answer, or whose ask is none
+        self.scheduled: Any = None  # of the forward pass under way
+        self.spans: list[_Span] | None = None
+        self.last: Any = None  # what the last layer returned, as far as it is still needed
+        holder, layers = find_layers(self.model, self.depth)
+        norms = [child for name, child in holder.named_children() if "norm" in name.lower() or name.startswith("ln")]
+        self.reading = _Reading(norms, _NORM_TOLERANCE[self.dtype])
+        for number, layer in enumerate(layers, 1):
+            layer.register_forward_hook(self._guarded(partial(self._keep, number)))
+        self.model.register_forward_hook(self._guarded(self._end))
+        self._wrap_forward_passes()
+
+    def _wrap_forward_passes(self) -> None:
+        execute = self.runner.execute_model
+
+        def execute_model(scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+            self.scheduled, self.spans, self.last = scheduler_output, None, None
+            try:
+                return execute(scheduler_output, *arguments, **named)
+            finally:
+                self.scheduled = None
+
+        self.runner.execute_model = execute_model
+
+    def _guarded(self, act: Callable[[Any], None]) -> Callable[..., None]:
+        """A forward hook: what `act` raises is the answer of the jobs in this pass."""
+
+        def hook(_: torch.nn.Module, __: Any, output: Any) -> None:
+            if self.scheduled is None:  # a pass without requests, when the server starts
+                return
+            try:
+                act(output)
+            except Exception as error:
+                logger.exception("a teacher's hook failed")
+                for span in self.spans or ():
+                    span.job.error = span.job.error or f"{type(error).__name__}: {error}"
+
+        return hook
+
+    def _plan(self) -> list[_Span]:
+        """The jobs of this forward pass, looked up once."""
+        if self.spans is None:
+            self.spans, batch, start = [], self.runner.input_batch, 0
+            for key in set(self.jobs) - set(self.runner.requests):  # given up by the trainer
+                del self.jobs[key]
+            self.over &= set(self.runner.requests)
+            for index in range(batch.num_reqs):
+                key = batch.req_ids[index]
+                count, done = self.scheduled.num_scheduled_tokens[key], int(batch.num_computed_tokens_cpu[index])
+                job = self._job(key)
+                if job is not None:
+                    self.spans.append(_Span(job, start, done, done + count))
+                start += count
+        return self.spans
+
+    def _job(self, key: str) -> _Job | None:
+        """The job of a request; None for a request that asks for nothing, or that has its answer."""
+        request = self.runner.requests[key]
+        text = (getattr(request.sampling_params, "extra_args", None) or {}).get(ASK)
+        if text is None or key in self.over:
+            return None
+        if key not in self.jobs:
+            ids = list(request.prompt_token_ids or [])
+            try:
+                ask = Ask.parse(text, len(ids), self.depth)
+            except (ValueError, TypeError) as error:  # there is no name to answer under
+                logger.warning(f"a request asks for what it can't have: {error}")
+                self.over.add(key)
+                return None
+            self.jobs[key] = _Job(ask, ids, self.width, self.dtype)
+        return self.jobs[key]
+
+    def _keep(self, layer: int, output: Any) -> None:
+        """Copies what is asked of a layer."""
+        spans = self._plan()
+        if layer == self.depth:
+            self._keep_last(output, spans)
+        for span in spans:
+            self._put(span, layer, lambda tokens: _picked(output, tokens, summed=self.reading.summed))
+
+    def _put(self, span: _Span, layer: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        job = span.job
+        if layer in job.ask.layers and job.error is None:
+            if self.reading.norm is None:
+                raise ValueError("nothing was computed since the capture was installed; expected a probe first")
+            inside, tokens = span.inside(job.rows)
+            at = job.ask.layers.index(layer)
+            job.states[at].index_copy_(0, inside, pick(tokens).cpu())
+            job.filled[at, inside] = True
+
+    def _keep_last(self, output: Any, spans: list[_Span]) -> None:
+        """Of the last layer, what `_end` compares with the final state; the final norm may work in place."""
+        if self.reading.norm is None:
+            summed = _summed(output)
+            self.last = [(False, _first(output).clone()), *([] if summed is None else [(True, summed)])]
+        else:
+            self.last = [_picked(output, span.wanted, summed=self.reading.summed) for span in spans]
+
+    def _end(self, output: Any) -> None:
+        """Copies final states, compares, and hands over the jobs that are complete."""
+        spans, final = self._plan(), _first(output)
+        if self.reading.norm is None:
+            self.reading.learn(self.last, final)
+        else:
+            for span, stream in zip(spans, self.last, strict=True):
+                self.reading.check(stream, final.index_select(0, span.wanted.to(final.device)))
+        for span in spans:
+            self._put(span, self.depth + 1, lambda tokens: _picked(final, tokens, summed=False))
+            self._put_final(span, final)
+        for key, job in list(self.jobs.items()):
+            if job.error is not None or job.is_complete:
+                del self.jobs[key]
+                self.over.add(key)  # the token that it samples is not read
+                self._hand_over(job)
+
+    def _put_final(self, span: _Span, final: torch.Tensor) -> None:
+        """The rows of the output loss; all tensor ranks compute the logits together."""
+        job = span.job
+        inside, tokens = span.inside(job.final_rows)
+        states = final.index_select(0, tokens.to(final.device))
+        if job.ask.tokens is None:
+            job.final.index_copy_(0, inside, states.cpu())
+        else:
+            drawn = torch.tensor(job.ask.tokens, dtype=torch.int64)[inside]
+            for start in range(0, len(inside), job.ask.chunk):
+                part = slice(start, start + job.ask.chunk)
+                values = _logprob_and_entropy(self.model, states[part], drawn[part], job.ask)
+                if values is not None:
+                    job.final.index_copy_(0, inside[part], values)
+        job.final_filled[inside] = True
+
+    def _hand_over(self, job: _Job) -> None:
+        """Writes the answer, on the first tensor rank: the others have the same rows."""
+        if get_tensor_model_parallel_rank() != 0:
+            return
+        header: dict[str, Any] = {"error": job.error}
+        values: list[Any] = []
+        if job.error is None:
+            header = job.ask.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation)
+            header["filled"] = int(job.filled.sum() + job.final_filled.sum())
+            values = [part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in (job.states, job.final)]
+        try:
+            self.folder.write(job.ask.name, header, *values)
+        except (OSError, ValueError) as error:
+            logger.warning(f"an answer was not written: {error}")
+            with suppress(OSError, ValueError):  # shared memory is full, perhaps, but not for a line
+                self.folder.write(job.ask.name, {"error": f"the answer was not written: {error}"})
+
+
+def _logprob_and_entropy(model: Any, states: torch.Tensor, tokens: torch.Tensor, ask: Ask) -> torch.Tensor | None:
+    """Float32 [n, 2] of final states [n, D], by the model's own head, its scale, bias and softcap included.
+
+    None on tensor ranks that do not get the logits.
+    """
+    logits = model.compute_logits(states)
+    if logits is None:
+        return None
+    logprobs = (logits[:, : ask.vocabulary].float() / ask.temperature).log_softmax(-1)
+    drawn = logprobs.gather(1, tokens.to(logprobs.device)[:, None])[:, 0]
+    entropy = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)  # an id that the head excludes has logit -inf
+    return torch.stack([drawn, entropy], dim=1).cpu()
+
+
+class TeacherExtension:
+    """Methods that vLLM adds to its worker; the trainer calls them by `/collective_rpc`."""
+
+    def nemo_oprd_install(self) -> None:
+        """Puts the hooks in place, once."""
+        worker: Any = self
+        if getattr(worker, "_nemo_oprd_capture", None) is None:
+            worker._nemo_oprd_capture = _Capture(worker)
+
+    def nemo_oprd_describe(self) -> dict[str, Any]:
+        """What computes the states, and how, as far as the trainer relies on it."""
+        worker: Any = self
+        config = worker.vllm_config
+        model, text = config.model_config, config.model_config.hf_text_config
+        runners = {f"{kind.__module__}.{kind.__name__}" for kind in type(worker.model_runner).__mro__}
+        return {
+            "num_hidden_layers": text.num_hidden_layers,
+            "hidden_size": model.get_hidden_size(),
+            "vocab_size": model.get_vocab_size(),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "eager": bool(model.enforce_eager),
+            "runner_v1": "vllm.v1.worker.gpu_model_runner.GPUModelRunner" in runners,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "tensor": config.parallel_config.tensor_parallel_size,
+            "pipeline": config.parallel_config.pipeline_parallel_size,
+            "lora": config.lora_config is not None,
+            "speculative": config.speculative_config is not None,
+            "weights": weights_digest(model.model),
+            "chunk": config.scheduler_config.max_num_batched_tokens,
+            "version": f"vllm {vllm.__version__} torch {torch.__version__} {worker.device.type}",
+        }

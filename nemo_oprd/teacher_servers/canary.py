@@ -1,0 +1,124 @@
+"""Proof that a teacher's server computes transformers' states, and that the trainer's head is the teacher's.
+
+Servers start with it, and again after every restart, unless the same weights have passed with the same versions before
+(`models/canary/`, docs/canary.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.canary import CanaryVerdict, canary_key, canary_prompts, keep_verdict, kept_verdict, prove
+from nemo_oprd.models.canary.prompts import sliding_window
+from nemo_oprd.models.canary.reference import reference_states, why_unavailable
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.teacher_servers.wanted import Answer, Request
+
+# of a log-probability, by the precision of states and head
+_HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+# lets a server answer requests
+Asks = Callable[[list[Request]], list[Answer]]
+
+
+@dataclass
+class Canary:
+    """The proof of one teacher's servers on this machine.
+
+    Attributes:
+        dtype: in which the servers compute.
+        head: reads the LM head that the trainer applies to final states; None: it applies none.
+    """
+
+    spec: ModelSpec
+    directory: Path
+    dtype: str
+    head: Callable[[], torch.Tensor] | None
+    verdict: CanaryVerdict | None = None  # of the last proof
+
+    def prove(self, ask: Asks, described: dict[str, Any]) -> str:
+        """A line that says what was compared; `verdict` holds it.
+
+        Args:
+            described: what the server says of itself.
+
+        Raises:
+            ValueError: the states are not the model's, the head is not, or transformers does not run the model.
+        """
+        prompts = self.prompts(described)
+        if self.head is not None:
+            self._check_head(ask, prompts[0])
+        key = self.key(described)
+        if (kept := kept_verdict(key)) is not None:
+            self.verdict = kept
+            return f"{kept.line} (known from an earlier start)"
+        if (why := why_unavailable()) is not None:
+            raise ValueError(f"teacher.engine=vllm needs transformers' states to compare with: {why}: install it")
+        verdict = self.verdict = self._compared(ask, prompts, described)
+        try:
+            keep_verdict(key, verdict)
+        except OSError as error:
+            return f"{verdict.line} (not kept for the next start: {error})"
+        return verdict.line
+
+    def prompts(self, described: dict[str, Any]) -> list[list[int]]:
+        """They exceed the window and what the server computes at a time, as far as the model has positions."""
+        spec = self.spec
+        return canary_prompts(spec.vocab_size, sliding_window(spec.hf_config), described["chunk"], spec.max_positions)
+
+    def key(self, described: dict[str, Any]) -> str:
+        """Of what a verdict depends on."""
+        layout, engine = f"vllm tensor {described['tensor']}", f"{described['version']} chunk {described['chunk']}"
+        prompts = self.prompts(described)
+        return canary_key(self.directory, prompts=prompts, layout=layout, dtype=self.dtype, engine=engine)
+
+    def _compared(self, ask: Asks, prompts: list[list[int]], described: dict[str, Any]) -> CanaryVerdict:
+        spec, depth = self.spec, self.spec.num_layers
+        # of the last layer the state before the final norm, and that after it, which servers call L + 1
+        layers = [*range(1, depth + 2)]
+        answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
+        found = {n: [answer.states[at] for answer in answers] for at, n in enumerate(layers)}
+        final = found.pop(depth + 1)
+        measure = functools.cache(lambda dtype: reference_states(self.directory, prompts, dtype))
+        engine: dict[str, Any] = {"window": sliding_window(spec.hf_config), "chunk": described["chunk"]}
+        prove(
+            found,
+            measure("float32").without_norm(),
+            f"{spec.model_type} before its final norm",
+            dtype=self.dtype,
+            measure=lambda dtype: measure(dtype).without_norm(),
+            **engine,
+        )
+        found[depth] = final
+        return prove(found, measure("float32"), spec.model_type, dtype=self.dtype, measure=measure, **engine)
+
+    def _check_head(self, ask: Asks, ids: list[int]) -> None:
+        """Compares log-probabilities by the trainer's head with the server's own, its scale, bias and caps included."""
+        assert self.head is not None
+        rows, vocabulary = [*range(len(ids) - 1)], self.spec.vocab_size
+        states, own = (
+            answer.final
+            for answer in ask(
+                [
+                    Request(ids, Ask(uuid.uuid4().hex, [], [], rows)),
+                    Request(ids, Ask(uuid.uuid4().hex, [], [], rows, ids[1:], vocabulary, chunk=len(rows))),
+                ]
+            )
+        )
+        logits = states.to(torch.float32) @ self.head().to("cpu", torch.float32).T
+        ours = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        gap = float((ours - own[:, 0]).abs().max())
+        if not gap < _HEAD_TOLERANCE[self.dtype]:
+            raise ValueError(
+                f"{self.directory}: log-probabilities by the teacher's LM head in its files differ from the server's "
+                f"by {gap:.1e}; expected at most {_HEAD_TOLERANCE[self.dtype]:g}, without scale, bias or cap: "
+                "take loss.output.kind=sampled_token, for which the server applies the head, and "
+                "logging.output_metrics_every=0"
+            )

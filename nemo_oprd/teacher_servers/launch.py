@@ -1,0 +1,74 @@
+"""How a teacher's vLLM server is started, and whether what runs there computes the states of the wanted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.config.schema import Config, ServerConfig
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.rollout.vllm.launch import DTYPES, check_flags, find_python
+
+KEY = "teacher.vllm"
+# sequences that a server computes at a time; further requests wait in it
+MAX_SEQUENCES = 64
+# tokens of a forward pass; longer prompts are computed in chunks
+BATCHED_TOKENS = 2048
+# of its environment: hooks need the first runner, and the token that a request samples is one position more
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+
+
+def check_settings(settings: ServerConfig) -> None:
+    """Raises ValueError unless there is an environment with vLLM, and nothing in the flags lets others in."""
+    check_flags(settings, KEY)
+    find_python(settings, KEY)
+
+
+def server_arguments(config: Config, spec: ModelSpec, directory: Path, *, cuda: bool) -> list[str]:
+    """The arguments of a server, without where it listens; `directory` holds the model, its weights included."""
+    settings = config.teacher.vllm
+    arguments = [
+        *("--model", str(directory), "--served-model-name", "teacher", "--load-format", "auto"),
+        *("--skip-tokenizer-init", "--tokens-only", "--generation-config", "vllm"),
+        *("--dtype", DTYPES[config.precision]),
+        *("--max-model-len", str(spec.max_positions + 1), "--max-num-seqs", str(MAX_SEQUENCES)),
+        *("--max-num-batched-tokens", str(BATCHED_TOKENS)),
+        *("--tensor-parallel-size", str(settings.tensor), "--seed", str(config.seed)),
+        # a compiled model calls no hooks, and a cached prefix is not computed
+        *("--enforce-eager", "--no-enable-prefix-caching"),
+        *("--worker-extension-cls", "nemo_oprd_teach.TeacherExtension"),
+        "--disable-uvicorn-access-log",
+    ]
+    if cuda:
+        arguments += ["--gpu-memory-utilization", str(settings.memory_share)]
+    if settings.tensor > 1:
+        arguments += ["--distributed-executor-backend", "mp"]
+    return [*arguments, *map(str, settings.flags)]
+
+
+def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, weights: str) -> None:
+    """Raises ValueError unless a server, as its workers describe it, computes this teacher, and in a way that is read.
+
+    Args:
+        weights: the digest of the teacher's files on this machine.
+    """
+    wanted = {
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "dtype": DTYPES[config.precision],
+        "eager": True,
+        "runner_v1": True,
+        "prefix_caching": False,
+        "tensor": config.teacher.vllm.tensor,
+        "pipeline": 1,
+        "lora": False,
+        "speculative": False,
+        "weights": weights,
+    }
+    differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
+    if differing:
+        raise ValueError(
+            f"{server} computes another model or in another way: {'; '.join(differing)}; expected the teacher, eager "
+            f"and without caches: leave out of {KEY}.flags what changes that"
+        )

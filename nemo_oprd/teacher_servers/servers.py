@@ -1,0 +1,391 @@
+"""The vLLM servers of one teacher, as the ranks that read from them see them.
+
+One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role asks servers
+of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared memory. A
+request is a pure function of weights, ids and rows: if a server dies, the round ends when nothing else is left to ask,
+the server is restarted and checked again, and the next round asks for what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.layout import Layout
+from nemo_oprd.models.canary import CanaryVerdict
+from nemo_oprd.models.megatron.parallel import device, everyones, wait_for_all
+from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.controlled import machines_and_devices
+from nemo_oprd.rollout.vllm.launch import find_python
+from nemo_oprd.rollout.vllm.placement import dedicated_ranks, rank_groups
+from nemo_oprd.rollout.vllm.sampling import GENERATE, Claimed, Sampling
+from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.transport import SharedFolder
+from nemo_oprd.rollout.vllm.update_calls import PROBE
+from nemo_oprd.rollout.vllm.weight_push import Failures
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+from nemo_oprd.teacher_servers.canary import Canary
+from nemo_oprd.teacher_servers.launch import KEY, MAX_SEQUENCES, VARIABLES, check_description, server_arguments
+from nemo_oprd.teacher_servers.wanted import Answer, Request
+
+logger = logging.getLogger(__name__)
+
+# of the free bytes in shared memory, the part that answers may take on a machine
+ANSWERS_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One server: the rank that starts it, its CUDA devices (None: without CUDA), and the ranks that ask it."""
+
+    number: int
+    controller: int
+    readers: tuple[int, ...]
+    devices: tuple[str, ...] | None
+
+
+def place(config: Config, machines: Sequence[str], devices: Sequence[str | None], readers: range) -> list[_Place]:
+    """The servers of a teacher, the same on every rank.
+
+    Args:
+        machines, devices: per rank of the world, as in `rollout/vllm/placement.py`.
+        readers: the ranks that need states.
+
+    Raises:
+        ValueError: a machine with readers has no server, or a server has no reader on its machine.
+    """
+    settings = config.teacher.vllm
+    end = readers.stop + dedicated_ranks(settings)
+    groups = rank_groups(settings, machines[:end], devices[:end], readers, "teacher")
+    cuda, places = devices[readers[0]] is not None, []
+    for number, group in enumerate(groups):
+        near = tuple(rank for rank in readers if machines[rank] == machines[group[0]])
+        if not near:
+            raise ValueError(
+                f"{KEY}.placement={settings.placement}: server {number} would be on {machines[group[0]]}, where no "
+                "rank of the student is; expected one there, because states reach it through shared memory: choose "
+                f"{KEY}.placement=colocated, or fewer {KEY}.replicas"
+            )
+        names = tuple(str(devices[rank]) for rank in group) if cuda else None
+        places.append(_Place(number, near[0], near, names))
+    served = {rank for each in places for rank in each.readers}
+    without = sorted({machines[rank] for rank in readers if rank not in served})
+    if without:
+        raise ValueError(
+            f"{KEY}.replicas={settings.replicas}: {', '.join(without)} would have no server of the teacher; expected "
+            f"one on every machine of the student: set {KEY}.replicas to a multiple of {len(set(machines))}"
+        )
+    return places
+
+
+@dataclass
+class _Queue:
+    """The requests that are still to be asked, and the bytes of answers that wait in shared memory for this rank."""
+
+    left: list[tuple[int, Request]]
+    sizes: dict[int, int]
+    room: int
+    waiting: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def claim(self) -> Claimed | None:
+        """The next request, once there is room for its answer, or nothing else waits; None if there are no more."""
+        while self.left:
+            size = self.sizes[self.left[-1][0]]
+            if not self.waiting or self.waiting + size <= self.room:
+                self.waiting += size
+                index, request = self.left.pop()
+                return index, request.body()
+            self._changed.clear()
+            await self._changed.wait()
+        return None
+
+    def taken(self, index: int) -> None:
+        """Its answer is out of shared memory."""
+        self.waiting -= self.sizes[index]
+        self._changed.set()
+
+
+@dataclass(frozen=True)
+class _AnswerFiles:
+    """Reads the answers in a folder; a `Reader` of `Sampling`."""
+
+    folder: AnswerFolder
+    requests: Sequence[Request]
+    width: int
+    dtype: str
+    generations: dict[str, int]  # server's name -> how often it was started
+
+    def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
+        """See `Reader`; what the server says by HTTP is a token that nobody needs."""
+        request = self.requests[index]
+        found = self.folder.take(request.ask.name)
+        if found is None:
+            raise ServerRefused(
+                f"{server} gave no states for a sequence of {len(request.ids)} tokens; expected a file in the run's "
+                "folder: the server's log says why there is none"
+            )
+        expected = request.ask.header(request.ids, self.width, self.dtype, self.generations[server])
+        return request.read(*found, server, expected)
+
+
+class TeacherServers:
+    """The servers of a teacher. Every rank of the world builds it and makes every call."""
+
+    def __init__(self, config: Config, number: int, canary: Canary, readers: Layout) -> None:
+        """Starts the servers of this rank's machine, without waiting for them.
+
+        Args:
+            number: index of the teacher.
+            canary: the teacher, and what its servers have to prove.
+            readers: the layout of the ranks that need states.
+
+        Raises:
+            ValueError: the placement of the servers is wrong.
+        """
+        self._config, self._canary, self._spec = config, canary, canary.spec
+        self._settings = config.teacher.vllm
+        ranks = range(readers.first_rank, readers.first_rank + readers.size)
+        places = place(config, *machines_and_devices(device().type == "cuda"), ranks)
+        self._number = number
+        self._rank = torch.distributed.get_rank()
+        self._mine = [each for each in places if self._rank in each.readers]
+        self._servers: dict[int, Server] = {}  # those that this rank asks
+        self._client: Client | None = None
+        self._shared: SharedFolder | None = None  # a controller's
+        self._answers: AnswerFolder | None = None
+        self._false_starts: dict[int, int] = {}
+        self.deaths = 0
+        if not self._mine:
+            return
+        try:
+            self._client = Client()
+            flags = server_arguments(config, canary.spec, canary.directory, cuda=device().type == "cuda")
+            for each in self._mine:
+                if each.controller == self._rank:
+                    self._start(each, number, flags)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, where: _Place, number: int, flags: list[str]) -> None:
+        if self._shared is None:
+            self._shared = SharedFolder()
+            self._shared.guard()
+        server = self._servers[where.number] = LocalServer(
+            where.number,
+            MAX_SEQUENCES,
+            self._settings.max_restarts,
+            key=KEY,
+            role="the teacher's vLLM server",
+            python=find_python(self._settings, KEY),
+            flags=flags,
+            devices=where.devices,
+            log=Path(self._config.output) / "vllm" / f"teacher_{number}_server_{where.number}.log",
+            directory=self._shared.path,
+            variables=VARIABLES,
+        )
+        server.start()
+
+    @property
+    def verdict(self) -> CanaryVerdict | None:
+        """What the last server of this rank has shown; None on ranks that have started none."""
+        return self._canary.verdict
+
+    def wait(self) -> None:
+        """Waits until all servers are there and are the right ones. Every rank calls this.
+
+        Raises:
+            ServerRefused: one is not, or died too often.
+        """
+        while failures := self._prepare():
+            self._revive(failures.died)
+
+    def _prepare(self) -> Failures:
+        """Prepares the servers of this rank, and tells the others where they listen."""
+        failures, weights = Failures(), ""
+        own = {number: server for number, server in self._servers.items() if isinstance(server, LocalServer)}
+        if own:
+            weights = weights_digest(str(self._canary.directory))
+        for number, server in own.items():
+            if server.pushed is None:
+                try:
+                    self._prove(server, weights)
+                    self._false_starts[number] = 0
+                except (ServerDied, ValueError) as error:
+                    failures.note(number, error)
+        wait_for_all()  # servers start for minutes, longer than a collective may take
+        failures = failures.shared()
+        failures.check()
+        found = {number: (server.generation, str(server.socket)) for number, server in own.items()}
+        for number, (generation, at) in ((n, where) for part in everyones(found) for n, where in part.items()):
+            if any(each.number == number for each in self._mine) and number not in own:
+                near = self._servers.setdefault(number, self._neighbour(number))
+                near.generation, near.socket = generation, Path(at)
+        if self._answers is None and self._servers:
+            self._answers = AnswerFolder(str(self._folder))
+        return failures
+
+    @property
+    def _folder(self) -> Path:
+        """Where the sockets of this machine's servers and their answers are."""
+        socket = next(iter(self._servers.values())).socket
+        assert socket is not None
+        return socket.parent
+
+    def _neighbour(self, number: int) -> Server:
+        """A server that another rank of this machine has started."""
+        return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
+
+    def _prove(self, server: Server, weights: str) -> None:
+        """Waits for a server of this rank, and lets it prove itself.
+
+        Raises:
+            ServerDied: it ended.
+            ValueError: it computes something else.
+        """
+        assert self._client is not None
+        described = self._client.run(self._settle(self._client, server, weights))
+        if self._answers is None:
+            self._answers = AnswerFolder(str(self._folder))
+
+        def ask(requests: list[Request]) -> list[Answer]:
+            failures, found = Failures(), dict[int, Answer]()
+            self._ask(requests, [*range(len(requests))], found.__setitem__, failures, [server])
+            failures.check()
+            for why in failures.died.values():
+                raise ServerDied(why)
+            return [found[i] for i in range(len(requests))]
+
+        line = self._canary.prove(ask, described)
+        server.pushed = weights
+        logger.info(f"{server.name} (teacher {self._number}): {line}")
+
+    async def _settle(self, client: Client, server: Server, weights: str) -> dict[str, Any]:
+        """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
+        await client.wait_until_healthy(server, self._settings.start_timeout)
+        described = await client.ask_workers(server, "nemo_oprd_describe")
+        for found in described:
+            check_description(found, server.name, self._config, self._spec, weights)
+        await client.ask_workers(server, "nemo_oprd_install")
+        await client.post_watched(server, GENERATE, PROBE, timeout=self._settings.start_timeout)
+        return described[0]
+
+    def gather(self, requests: Sequence[Request], take: Callable[[int, Answer], None]) -> None:
+        """Asks for all requests of this rank, none outside the readers. Every rank of the world calls this.
+
+        Args:
+            take: called in this thread with every answer, in any order: the index of its request, and what it holds.
+
+        Raises:
+            ServerRefused: a server gives no states, or died too often.
+        """
+        missing = set(range(len(requests)))
+
+        def delivered(index: int, answer: Answer) -> None:
+            missing.discard(index)
+            take(index, answer)
+
+        while True:
+            failures = Failures()
+            if missing:
+                self._ask(requests, sorted(missing), delivered, failures, [*self._servers.values()])
+            wait_for_all()
+            failures = failures.shared()
+            failures.check()
+            if not failures.died:
+                return
+            self._revive(failures.died)
+            self.wait()
+
+    def _ask(
+        self,
+        requests: Sequence[Request],
+        missing: list[int],
+        take: Callable[[int, Answer], None],
+        failures: Failures,
+        servers: list[Server],
+    ) -> None:
+        """One round: asks `servers` for what is missing until it is there or none of them is left."""
+        assert self._client is not None and self._answers is not None
+        sizes = {i: sum(requests[i].ask.sizes(self._spec.hidden_size, self._canary.dtype)) for i in missing}
+        left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
+        waiting = _Queue(left, sizes, self._room())
+        names = {server.name: server.generation for server in servers}
+        files = _AnswerFiles(self._answers, requests, self._spec.hidden_size, self._canary.dtype, names)
+        readers = max(len(each.readers) for each in self._mine)
+        arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
+
+        def deliver(index: int, answer: Answer, _: int) -> None:
+            waiting.taken(index)
+            arrived.put((index, answer))
+
+        work = Sampling(
+            self._client,
+            files,
+            self._settings.request_timeout,
+            waiting.claim,
+            max(1, MAX_SEQUENCES // readers),
+            deliver,
+        )
+        under_way = self._client.start(work.run(servers))
+        under_way.add_done_callback(lambda _: arrived.put(None))
+        while (found := arrived.get()) is not None:
+            take(*found)
+        under_way.result()  # raises what went wrong in our own code
+        failures.died |= work.died
+        if work.error is not None:
+            failures.refused.append(work.error)
+
+    def _room(self) -> int:
+        """Bytes of answers that may wait in shared memory for this rank."""
+        free = os.statvfs(self._folder)
+        readers = len(self._mine[0].readers)
+        return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // readers
+
+    def _revive(self, died: dict[int, str]) -> None:
+        """Restarts servers that died, after their unfinished answers are removed; every rank calls this."""
+        failures = Failures()
+        self.deaths += len(died)
+        for number, why in died.items():
+            server = self._servers.get(number)
+            if not isinstance(server, LocalServer):
+                continue
+            assert self._shared is not None
+            self._false_starts[number] = self._false_starts.get(number, 0) + (server.pushed is None)
+            if self._false_starts[number] > 1:
+                failures.refused.append(
+                    f"{why}; it died twice before it was ready, expected a server that starts: read {server.log}"
+                )
+                continue
+            try:
+                server.pushed = None
+                server.restart(why)
+            except ServerRefused as refusal:
+                failures.refused.append(str(refusal))
+        if died and self._answers is not None and self._shared is not None:
+            self._answers.clear()
+        failures.shared().check()
+
+    def close(self) -> None:
+        """Ends the servers that this rank has started, and removes what they left in shared memory."""
+        with ExitStack() as ends:  # the last one first, and all of them, whatever goes wrong
+            if self._shared is not None:
+                ends.callback(self._shared.close)
+            if self._answers is not None:
+                ends.callback(self._answers.close)
+            if self._client is not None:
+                ends.callback(self._client.close)
+            for server in self._servers.values():
+                ends.callback(server.close)
+        self._servers, self._client, self._shared, self._answers = {}, None, None, None

@@ -1,0 +1,168 @@
+"""Teachers behind servers, for tests: the models of stand-in servers, and the settings with which a run starts one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socketserver
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import edit_tensors
+
+from nemo_oprd.models.canary import CanaryVerdict, keep_verdict
+from nemo_oprd.models.served import read_served_spec
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.teacher_servers.canary import Canary
+
+# what the verdict of a stand-in depends on
+DESCRIBED = {"tensor": 1, "chunk": 2048, "version": "stand-in"}
+# of a case whose teacher is behind servers; `ServedTeachers.of` adds where they are
+SERVED = ("teacher.engine=vllm",)
+STAND_IN = Path(__file__).with_name("teacher_stand_in.py")
+
+
+@cache
+def _model(directory: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
+    )
+    return made.eval()
+
+
+@torch.no_grad()
+def states_of(directory: str, dtype: str, ids: list[int], ask: Ask) -> list[torch.Tensor]:
+    """[The states [layers, rows, D], the final rows [n, D], or [n, 2] for tokens], as servers number layers."""
+    model = _model(directory, dtype)
+    streams: dict[int, torch.Tensor] = {}
+    layers = model.model.layers
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, __, out, n=number: streams.update({n: (out[0] if isinstance(out, tuple) else out)[0]})
+        )
+        for number, layer in enumerate(layers, 1)
+    ]
+    try:
+        final = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    streams[len(layers) + 1] = final
+    states = torch.stack([streams[layer][ask.rows] for layer in ask.layers]) if ask.layers else torch.empty(0)
+    rows = final[ask.final_rows]
+    if ask.tokens is not None:
+        logits = model.lm_head(rows)[:, : ask.vocabulary].float() / ask.temperature
+        logprobs = logits.log_softmax(-1)
+        drawn = logprobs.gather(1, torch.tensor(ask.tokens)[:, None])[:, 0]
+        rows = torch.stack([drawn, -(logprobs.exp() * logprobs).sum(-1)], dim=1)
+    return [states.to(getattr(torch, dtype)), rows]
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        """Answers a server, unless that has died."""
+        line = self.rfile.readline()
+        if line:
+            with suppress(BrokenPipeError):
+                self.answer(json.loads(line))
+
+    def answer(self, task: dict[str, Any]) -> None:
+        """Computes, and sends the bytes."""
+        ask = Ask(**json.loads(task["ask"]))
+        model = self.server.instead.get(task["model"], task["model"])  # type: ignore[attr-defined]
+        with self.server.lock:  # type: ignore[attr-defined]
+            parts = states_of(str(model), task["dtype"], task["ids"], ask)
+        self.wfile.write(b"!" + b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
+
+
+class ServedTeachers:
+    """Computes for stand-in servers in threads of this process; `settings` start them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._socket = root / "model"
+        self._server = socketserver.ThreadingUnixStreamServer(str(self._socket), _Handler)
+        self._server.daemon_threads = True
+        self._server.lock = threading.Lock()  # type: ignore[attr-defined]
+        self.instead: dict[str, Path] = {}  # a model -> the one that is computed in its place
+        self._server.instead = self.instead  # type: ignore[attr-defined]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._made = 0
+
+    def bench(self, **faults: Any) -> Path:
+        """A directory with these faults and an interpreter whose `vllm` is the stand-in."""
+        self._made += 1
+        root = self.root / str(self._made)
+        package = root / "path" / "vllm" / "entrypoints" / "openai"
+        package.mkdir(parents=True)
+        (root / "faults.json").write_text(json.dumps(faults))
+        (package / "api_server.py").write_text(
+            f"import runpy\nrunpy.run_path({str(STAND_IN)!r}, run_name='__main__')\n"
+        )
+        python = root / "python"
+        variables = f"STAND_IN={root} STAND_IN_MODEL={self._socket} PYTHONPATH={root}/path"
+        python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} -S "$@"\n')
+        python.chmod(0o700)
+        return root
+
+    def changed_copy(self, model: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+        """A copy of a model, whose tensors `change` changes in place."""
+        self._made += 1
+        copy = self.root / f"copy_{self._made}"
+        shutil.copytree(model, copy)
+        edit_tensors(copy, change)
+        return copy
+
+    def settings(self, **faults: Any) -> list[str]:
+        """Overrides for a teacher behind a stand-in with these faults."""
+        return settings_of(self.bench(**faults))
+
+    def of(self, overrides: list[str], **faults: Any) -> list[str]:
+        """The overrides of a run; where its teacher is behind servers, with a stand-in that has been proven before."""
+        if not {*SERVED} <= {*overrides}:
+            return overrides
+        given = dict(each.split("=", 1) for each in overrides)
+        know(Path(given["teacher.hf_path"]), "bfloat16" if given.get("precision") == "bf16" else "float32")
+        return [*overrides, *self.settings(**faults)]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def know(directory: Path, dtype: str) -> None:
+    """Keeps the verdict of a model's canary, as if it had passed: transformers computes what the stand-in answers."""
+    spec = read_served_spec(directory)
+    layers = dict.fromkeys(range(1, spec.num_layers + 1), 0.0)
+    verdict = CanaryVerdict(spec.model_type, dtype, layers, layers, layers, 1)
+    keep_verdict(Canary(spec, directory, dtype, None).key(DESCRIBED), verdict)
+
+
+def settings_of(bench: Path) -> list[str]:
+    """Overrides for a teacher behind the stand-in of a bench."""
+    return ["teacher.engine=vllm", f"teacher.vllm.python={bench / 'python'}", "teacher.vllm.start_timeout=60"]
+
+
+def asks(bench: Path) -> list[dict[str, Any]]:
+    """What the servers of a bench were asked, in order."""
+    file = bench / "asks.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@contextmanager
+def serving_teachers(root: Path) -> Iterator[ServedTeachers]:
+    """`ServedTeachers` for the time of a `with`."""
+    made = ServedTeachers(root)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,110 @@
+"""A stand-in for a teacher's vLLM server: transformers computes, the real worker's code reads asks and writes files.
+
+The server process has the standard library alone, so that it starts at once; the model is in the process of the tests
+(`served_teachers.py`), which it asks over the Unix socket that `STAND_IN_MODEL` names. `STAND_IN` is as of
+`vllm_stand_in.py`, whose faults "die", "start" and "describe" it knows; "answer" is the header of all of its answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask, weights_digest
+from nemo_oprd_files import FOLDER
+from vllm_stand_in import HERE, Handler, Refusal, UnixServer, happens
+
+
+class Teacher:
+    """The state of a server; its calls are those of `vllm_stand_in.Model`."""
+
+    def __init__(self, options: argparse.Namespace, faults: dict[str, Any]) -> None:
+        self.options, self.faults = options, faults
+        config = json.loads((Path(options.model) / "config.json").read_text())
+        self.depth, self.width, self.vocabulary = (
+            config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+        )
+        self.folder = AnswerFolder(os.environ[FOLDER])
+        self.installed, self.asked, self.lock = False, 0, threading.Lock()
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """What a call returns."""
+        if path == "/collective_rpc":
+            return {"results": [getattr(self, body["method"])()]}
+        assert path == "/inference/v1/generate", path
+        text = (body["sampling_params"].get("extra_args") or {}).get(ASK)
+        if text is not None:
+            self.teach(body["token_ids"], text)
+        return {"choices": [{"token_ids": [0], "finish_reason": "length"}]}
+
+    def nemo_oprd_install(self) -> None:
+        self.installed = True
+
+    def nemo_oprd_describe(self) -> dict[str, Any]:
+        found = {"num_hidden_layers": self.depth, "hidden_size": self.width, "vocab_size": self.vocabulary}
+        found |= {"dtype": self.options.dtype, "eager": True, "runner_v1": True, "prefix_caching": False, "tensor": 1}
+        found |= {"pipeline": 1, "lora": False, "speculative": False, "weights": weights_digest(self.options.model)}
+        found |= {"chunk": 2048, "version": "stand-in"}
+        return found | self.faults.get("describe", {})
+
+    def teach(self, ids: list[int], text: str) -> None:
+        """Answers an ask as the worker does."""
+        if not self.installed:
+            raise Refusal("the capture is not installed")
+        with self.lock:
+            self.asked += 1
+            die = self.faults.get("die", {})
+            dies = die.get("at") == self.asked and happens("die", die)
+            with (HERE / "asks.jsonl").open("a") as file:
+                line = {"pid": os.getpid(), "server": self.options.uds, "tokens": len(ids), "ask": json.loads(text)}
+                file.write(json.dumps(line) + "\n")
+        ask = Ask.parse(text, len(ids), self.depth)
+        if dies:  # in the middle of an answer
+            (Path(os.environ[FOLDER]) / f"{ask.name}.part").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        header = ask.header(ids, self.width, self.options.dtype, int(os.environ[GENERATION]))
+        values = computed({"model": self.options.model, "ids": ids, "ask": text, "dtype": self.options.dtype})
+        self.folder.write(ask.name, self.faults.get("answer", header), values)
+
+
+def computed(task: dict[str, Any]) -> bytes:
+    """What the process of the tests computes."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(os.environ["STAND_IN_MODEL"])
+        caller.sendall(json.dumps(task).encode() + b"\n")
+        with caller.makefile("rb") as answer:
+            values = answer.read()
+    if not values:
+        raise RuntimeError("the process of the tests computed nothing")
+    return values[1:]  # a byte that says that it did
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("model", "dtype", "uds"):
+        parser.add_argument(f"--{name}", required=True)
+    options, _ = parser.parse_known_args()
+    faults = json.loads((HERE / "faults.json").read_text())
+    if "start" in faults and happens("start", faults["start"]):
+        print(f"RuntimeError: {faults['start']['text']}")
+        sys.exit(1)
+    Handler.model = Teacher(options, faults)  # type: ignore[assignment]
+    Handler.disable_nagle_algorithm = False
+    server = UnixServer(options.uds, Handler, bind_and_activate=False)  # type: ignore[arg-type]
+    server.request_queue_size = 128
+    server.server_bind()
+    server.server_activate()
+    server.daemon_threads = True
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

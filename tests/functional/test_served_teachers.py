@@ -1,0 +1,143 @@
+"""A teacher behind vLLM servers: deaths, wrong answers, refusals, and proofs; the servers are stand-ins.
+
+That its gradients are those of the teacher in the trainer is in test_layouts.py, test_output_layouts.py and
+test_across_tokenizers.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from layout_cases import Workbench, read_result
+from pool import Pools, WorkerError
+from served_teachers import SERVED, ServedTeachers, asks, know, settings_of
+
+SMALL = "train.tokens_per_microbatch=120"
+
+
+@pytest.fixture
+def settings(workbench: Workbench, tmp_path: Path) -> list[str]:
+    """A run without its servers; its teacher was proven before."""
+    know(workbench.root / "qwen3" / "teacher", "float32")
+    return [*workbench.settings("qwen3"), SMALL, f"output={tmp_path / 'out'}"]
+
+
+def nothing_is_left(*benches: Path) -> bool:
+    """Whether the folders of the servers, with all answers, are gone, and nothing else has their names."""
+    folders = {Path(each["server"]).parent for bench in benches for each in asks(bench)}
+    assert folders
+    return not any(name.startswith(folder.name) for folder in folders for name in os.listdir("/dev/shm"))
+
+
+def test_a_death_in_the_middle_changes_no_bit(
+    pools: Pools, settings: list[str], served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """The server dies with half an answer in shared memory; of the answers before, none is asked for again."""
+    layout = ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.vllm.replicas=2"]
+    calm = served_teachers.bench()
+    pools[2].run("cases:run_verify", overrides=[*settings, *layout, *settings_of(calm)])
+    losses, gradients = read_result(tmp_path / "out")
+    killed = served_teachers.bench(die={"at": 3, "times": 2})
+    pools[2].run("cases:run_verify", overrides=[*settings, *layout, *settings_of(killed)])
+    again, gradients_again = read_result(tmp_path / "out")
+    assert again == losses
+    assert all(bool((gradients_again[name] == gradient).all()) for name, gradient in gradients.items())
+    first, second = ([each for each in asks(bench) if each["ask"]["rows"]] for bench in (calm, killed))
+    assert len({each["pid"] for each in second}) in (3, 4), "two servers, of which one or both died"
+    assert len(first) < len(second) <= len(first) + 2 * 64
+    assert nothing_is_left(calm, killed)
+
+
+def test_two_deaths_at_the_start_end_the_run(
+    pools: Pools, settings: list[str], served_teachers: ServedTeachers
+) -> None:
+    bench = served_teachers.bench(start={"text": "no such model class", "times": 9})
+    with pytest.raises(WorkerError, match=r"no such model class; it died twice before it was ready"):
+        pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(bench)])
+
+
+def test_an_error_in_a_hook_is_told(pools: Pools, settings: list[str], served_teachers: ServedTeachers) -> None:
+    """Other wrong answers are in tests/unit/teacher_servers."""
+    bench = served_teachers.bench(answer={"error": "ValueError: off by one"})
+    with pytest.raises(WorkerError, match="could not give the teacher's states: ValueError: off by one"):
+        pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(bench)])
+
+
+DESCRIPTIONS = {
+    "num_hidden_layers": 9, "hidden_size": 33, "dtype": "bfloat16", "eager": False, "runner_v1": False,
+    "prefix_caching": True, "weights": "other",
+}  # fmt: skip
+
+
+def test_a_server_that_computes_in_another_way_is_refused(
+    pools: Pools, settings: list[str], served_teachers: ServedTeachers
+) -> None:
+    bench = served_teachers.bench(describe=DESCRIPTIONS)
+    with pytest.raises(WorkerError) as refused:
+        pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(bench)])
+    for key, value in DESCRIPTIONS.items():
+        assert f"{key}={value} instead of " in str(refused.value)
+
+
+def test_the_canary_comes_before_the_first_step(
+    pools: Pools, workbench: Workbench, served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """States of a model that is another one from layer 5 on; the right ones pass, and are not compared again."""
+    right = workbench.root / "qwen2" / "teacher"
+    settings = [*workbench.settings("qwen2-tied"), *SERVED, f"output={tmp_path / 'out'}"]
+    wrong = served_teachers.bench()
+    served_teachers.instead[str(right)] = served_teachers.changed_copy(
+        right, lambda tensors: tensors["model.layers.4.mlp.down_proj.weight"].mul_(1.01)
+    )
+    try:
+        with pytest.raises(WorkerError, match=r"canary of qwen2: layer 5 of 8, prompt 0, row 0 is the first wrong one"):
+            pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(wrong)])
+        assert len(asks(wrong)) == 6, "the prompts of the canary alone"
+    finally:
+        served_teachers.instead.clear()
+    counts = []
+    for _ in range(2):
+        bench = served_teachers.bench()
+        pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(bench)])
+        counts.append(len(asks(bench)))
+    assert counts[0] == counts[1] + 6
+
+
+def test_a_head_that_is_not_the_servers_is_refused(
+    pools: Pools, workbench: Workbench, settings: list[str], served_teachers: ServedTeachers
+) -> None:
+    """Of logits that are changed as no key of config.json says; what one says is refused before (bad_input_cases)."""
+    teacher, output = workbench.root / "qwen3" / "teacher", ["loss.output.kind=full_vocab"]
+    served_teachers.instead[str(teacher)] = served_teachers.changed_copy(
+        teacher, lambda tensors: tensors["lm_head.weight"].mul_(0.9)
+    )
+    overrides = [*settings, *output, *settings_of(served_teachers.bench())]
+    try:
+        with pytest.raises(WorkerError, match=r"log-probabilities by the teacher's LM head in its files differ from"):
+            pools[1].run("cases:run_verify", overrides=overrides)
+    finally:
+        served_teachers.instead.clear()
+
+
+def test_two_steps_of_training(
+    pools: Pools, settings: list[str], served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """Weights and metrics as with the teacher in the trainer, to rounding; the servers end with the run."""
+    from golden_runs import metrics, weights
+
+    common = ["train.steps=2", "train.lr=1e-3", "train.adam_eps=1e-2", "logging.tensorboard=false"]
+    common += ["loss.output.kind=sampled_token", "loss.output.weight=0.5", "student.parallel.pipeline=2"]
+    bench = served_teachers.bench()
+    runs = {"megatron": ["teacher.engine=megatron"], "vllm": settings_of(bench)}
+    for name, engine in runs.items():
+        output = f"output={tmp_path / name}"
+        pools[2].run("cases:run_train", overrides=[*settings, *common, *engine, output])
+    ours, theirs = (metrics(tmp_path / name) for name in ("vllm", "megatron"))
+    for one, other in zip(ours, theirs, strict=True):
+        for key in ("loss/total", "rep/loss", "output/loss", "teacher/entropy", "actor/grad_norm"):
+            assert one[key] == pytest.approx(other[key], rel=1e-5), key
+    served, held = (weights(tmp_path / name / "hf") for name in ("vllm", "megatron"))
+    assert all(bool(((served[name] - held[name]).abs() <= 1e-6).all()) for name in held)
+    assert nothing_is_left(bench)

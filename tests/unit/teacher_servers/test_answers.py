@@ -1,0 +1,165 @@
+"""What a trainer asks and what it accepts as an answer: files, headers, values."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_oprd.rollout.vllm.server import ServerRefused
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, Ask, weights_digest
+from nemo_oprd.teacher_servers.servers import _Queue
+from nemo_oprd.teacher_servers.wanted import Request
+
+NAME = "0123456789abcdef" * 2
+ASK = Ask(NAME, [1, 3], [0, 2], [1], None)
+IDS = [5, 6, 7]
+WIDTH = 2
+
+
+def header(ask: Ask = ASK, ids: list[int] = IDS) -> dict[str, Any]:
+    return ask.header(ids, WIDTH, "float32", generation=1)
+
+
+def read(changed: dict[str, Any], values: list[float], ask: Ask = ASK) -> Any:
+    raw = bytearray(array("f", values).tobytes())
+    return Request(IDS, ask).read({**header(ask), **changed}, raw, "server", header(ask))
+
+
+def test_an_ask_comes_through_as_it_is() -> None:
+    drawn = replace(ASK, tokens=[4], vocabulary=5, temperature=0.7, chunk=3)
+    for ask in (ASK, drawn, replace(ASK, layers=[], rows=[], final_rows=[])):
+        assert Ask.parse(ask.text(), 3, 2) == ask
+        assert Ask.parse(ask.text(), 3, 2).header(IDS, WIDTH, "float32", 1) == header(ask)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"name": name} for name in ("../etc/passwd", "/" + NAME[1:], NAME[1:], NAME.upper(), NAME + "\n", 7)),
+        *({"rows": rows} for rows in ([2, 0], [0, 0], [-1], [3], [True], "01", [0.0])),
+        *({"layers": layers} for layers in ([0], [4], [3, 1], None)),
+        *({"final_rows": rows} for rows in ([3], [1, 1])),
+        {"tokens": []}, {"tokens": [9], "vocabulary": 9}, {"tokens": [-1], "vocabulary": 9},
+        {"tokens": [1], "vocabulary": 9, "temperature": 0}, {"tokens": [1], "vocabulary": 9, "chunk": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_trainer_asks_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected"):
+        Ask.parse(Ask(**{**ASK.__dict__, **change}).text(), 3, 2)
+    with pytest.raises(ValueError, match="fields of Ask"):
+        Ask.parse('{"name": 1}', 3, 2)
+
+
+def test_a_file_is_whole_or_absent_and_taken_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    folder = AnswerFolder(str(tmp_path))
+    assert folder.take(NAME) is None
+    folder.write(NAME, {"a": 1}, b"12", b"345")
+    assert os.listdir(tmp_path) == [NAME] and (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        folder.write(NAME, {"a": 2})
+    assert os.listdir(tmp_path) == [NAME]
+    assert folder.take(NAME) == ({"a": 1}, bytearray(b"12345"))
+    assert folder.take(NAME) is None
+    (tmp_path / f"{NAME}.part").write_bytes(b"half")
+    (tmp_path / "socket").touch()
+    folder.clear()
+    assert os.listdir(tmp_path) == ["socket"]
+
+
+def test_files_are_written_in_the_folder_alone(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir(mode=0o700)
+    folder = AnswerFolder(str(inside))
+    for name in (f"../{NAME}", f"{outside}", "..", NAME[:-1]):
+        with pytest.raises(ValueError, match="no name of an answer"):
+            folder.write(name, {})
+    for link in (NAME, f"{NAME}.part"):
+        (inside / link).symlink_to(outside)
+        with pytest.raises(FileExistsError):
+            folder.write(NAME, {}, b"1")
+        (inside / link).unlink()
+    (inside / NAME).symlink_to(outside)
+    outside.write_bytes(b"another file")
+    with pytest.raises(OSError, match="symbolic"):
+        folder.take(NAME)
+    assert outside.read_bytes() == b"another file"
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    with pytest.raises(ValueError, match="can be entered by others; expected a folder of this user with mode 0700"):
+        AnswerFolder(str(tmp_path))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="Not a directory|symbolic"):
+        AnswerFolder(str(link))
+
+
+def test_values_of_an_answer() -> None:
+    answer = read({}, [*range(10)])
+    assert answer.states.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] and answer.final.tolist() == [[8, 9]]
+    drawn = read({}, [*range(10)], replace(ASK, tokens=[1], vocabulary=9))
+    assert drawn.final.tolist() == [[8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "values", "said"),
+    [
+        ({"filled": 4}, [0.0] * 10, "filled=4 instead of 5"),
+        ({"asked": "other ids"}, [0.0] * 10, "asked=other ids instead of "),
+        ({"generation": 2}, [0.0] * 10, "generation=2 instead of 1"),
+        ({"dtype": "bfloat16"}, [0.0] * 10, "dtype=bfloat16 instead of float32"),
+        ({}, [0.0] * 9, "36 bytes; expected 40 bytes"),
+        ({}, [*[0.0] * 9, float("nan")], "are not finite; expected numbers"),
+        ({}, [float("inf"), *[0.0] * 9], "are not finite; expected numbers"),
+        ({"error": "ValueError: off"}, [], "could not give the teacher's states: ValueError: off"),
+    ],
+)
+def test_other_answers_are_refused(changed: dict[str, Any], values: list[float], said: str) -> None:
+    with pytest.raises(ServerRefused, match=said):
+        read(changed, values)
+
+
+def test_other_ids_have_another_header() -> None:
+    headers = [header(), header(ids=[5, 6, 8]), header(replace(ASK, rows=[0, 1])), header(replace(ASK, layers=[1, 2]))]
+    assert len({each["asked"] for each in headers}) == 4
+
+
+def test_answers_wait_for_room_in_shared_memory() -> None:
+    """At most `room` bytes at a time, but one answer in any case, in the order of the requests."""
+
+    async def claimed() -> list[int]:
+        left = [(i, Request(IDS, ASK)) for i in (2, 1, 0)]
+        waiting, got = _Queue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
+        for _ in range(3):
+            claim = asyncio.ensure_future(waiting.claim())
+            done, _ = await asyncio.wait([claim], timeout=0.01)
+            if not done:
+                assert got, "nothing else waits"
+                waiting.taken(got[-1])
+            found = await claim
+            assert found is not None
+            got.append(found[0])
+        assert await waiting.claim() is None
+        assert waiting.waiting == 200
+        return got
+
+    assert asyncio.run(claimed()) == [0, 1, 2]
+
+
+def test_digest_of_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    digests = {weights_digest(str(tmp_path))}
+    for name, content in (("model.safetensors", b"Weights"), ("config.json", b"{ }"), ("more.safetensors", b"")):
+        (tmp_path / name).write_bytes(content)
+        digests.add(weights_digest(str(tmp_path)))
+    assert len(digests) == 4
