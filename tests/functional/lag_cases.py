@@ -177,3 +177,25 @@ def train(overrides: list[str]) -> None:
 
     with mock.patch.object(engine_kinds, "check_head_size"):
         run_train(overrides=overrides, config="quickstart")
+
+
+def train_until_graded(overrides: list[str]) -> bool:
+    """Trains until the first evaluation that was sampled beside training is to be graded; whether that was reached."""
+    from nemo_oprd.evaluation.validation import Validation
+
+    class Died(Exception):  # noqa: N818 - not an error
+        """The run ends here, without saving."""
+
+    settle = Validation.settle
+
+    def die(validation: Validation) -> None:
+        if validation._begun is not None:
+            raise Died
+        settle(validation)
+
+    with mock.patch.object(Validation, "settle", die):
+        try:
+            train(overrides)
+        except Died:
+            return True
+    return False

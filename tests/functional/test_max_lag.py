@@ -297,10 +297,11 @@ def agrees_with_the_server(
 def test_an_evaluation_beside_training_is_that_of_its_step(pools: Pools, settings: list[str], tmp_path: Path) -> None:
     """By the server's log it is sampled with the next responses; otherwise it is the one that is sampled alone.
 
-    With `train.keep_best` evaluations are sampled alone, because the checkpoint waits for them.
+    With `train.keep_best` evaluations are sampled alone, because the checkpoint waits for them. A run that dies before
+    the evaluation is graded makes it when it is started again, of the responses that it has kept.
     """
     runs, calls = {}, {}
-    for name, more in (("beside", []), ("alone", ["train.keep_best=val/heldout/avg@2"])):
+    for name, more in (("beside", []), ("alone", ["train.keep_best=val/heldout/avg@2"]), ("dies", [])):
         root, run = make_bench(tmp_path / name, lengths=[3, 5, 8], delay_s=0.02), tmp_path / f"{name}_run"
         heldout = Path(settings[0].partition("=")[2]).parent / "prompts" / "heldout.jsonl"
         overrides = [
@@ -309,18 +310,29 @@ def test_an_evaluation_beside_training_is_that_of_its_step(pools: Pools, setting
             *("rollout.engine=vllm", f"rollout.vllm.python={root / 'python'}", "rollout.vllm.check_tokens=0"),
             *("rollout.max_lag=1", f"output={run}", *more),
         ]
+        if name == "dies":
+            assert pools[2].run("lag_cases:train_until_graded", overrides=overrides)
+            assert [line["step"] for line in metrics(run)] == [0, 1]
         pools[2].run("lag_cases:train", overrides=overrides)
         runs[name], calls[name] = run, requests(root)
-    beside, alone = runs.values()
+    beside, alone, dies = runs.values()
     assert metrics(beside) == metrics(alone)
+    # a start that finds all responses of a step asks no server about deaths
+    plain = [
+        [{k: v for k, v in line.items() if k != "rollout/server_deaths"} for line in metrics(run)]
+        for run in (alone, dies)
+    ]
+    assert plain[0] == plain[1]
+    assert [line["step"] for line in metrics(beside)] == [0, *sorted([1, 2, 3, 4] * 2)]
     files = sorted(file.relative_to(beside / "evaluations") for file in (beside / "evaluations").rglob("*.json*"))
     assert [str(file.parent) for file in files if file.name == "evaluation.json"] == [
         f"step_{step:07d}" for step in range(STEPS + 1)
     ]
     for file in files:
-        texts = [nameless((run / "evaluations" / file).read_text()) for run in (beside, alone)]
-        assert texts[0] == texts[1], file
-    for name, run in runs.items():
+        texts = [nameless((run / "evaluations" / file).read_text()) for run in runs.values()]
+        assert texts[0] == texts[1] == texts[2], file
+    assert sum(line["call"] == GENERATE and line["temperature"] == 0.7 for line in calls["dies"]) == 4 * (STEPS + 1)
+    for name, run in (("beside", beside), ("alone", alone)):
         pushes = [line["time"] for line in calls[name] if line["call"] == "/finish_weight_update"]
         asked = [line["time"] for line in calls[name] if line["call"] == GENERATE and line["temperature"] == 0.7]
         assert len(asked) == 4 * (STEPS + 1)

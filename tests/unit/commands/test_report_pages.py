@@ -277,7 +277,7 @@ def test_the_commands_of_its_page(runs: list[Path], tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     for line in lines:
         main(line.partition("#")[0].split()[1:])
-    assert len(lines) == 3 and (runs[0] / "report.html").exists() and (tmp_path / "runs" / "compare.html").exists()
+    assert len(lines) == 4 and (runs[0] / "report.html").exists() and (tmp_path / "runs" / "compare.html").exists()
 
 
 def test_accuracy_over_time_and_entropies(page: str) -> None:

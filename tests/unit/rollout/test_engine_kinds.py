@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from nemo_oprd.config.engine_records import RECORDS, EngineName
+from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS, TeacherWeights
 from nemo_oprd.rollout.engine_kinds import ENGINES, Groups
+from nemo_oprd.setup import training
 
 ROOT = Path(__file__).parents[3] / "nemo_oprd"
 
@@ -50,3 +54,36 @@ def test_nothing_compares_names(key: str) -> None:
 def test_groups(engine: EngineName, settings: dict, ranks: int, groups: Groups) -> None:
     rollout = RolloutConfig(engine=engine, tensor=2, vllm=VllmConfig(**settings))
     assert ENGINES[engine].groups(rollout, ranks) == groups
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [([], True), (["rollout.vllm.placement=dedicated"], False), (["rollout.max_lag=0"], False)],
+    ids=["colocated", "dedicated", "no lag"],
+)
+def test_servers_on_the_students_gpus_refuse_a_lag_before_models_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, more: list[str], refused: bool
+) -> None:
+    """In one line; a run comes to its plan, and so to its models, only with GPUs for the servers."""
+    settings = ["student.hf_path=a", "teacher.hf_path=b", "output=c", "rollout.replay=null", "rollout.engine=vllm"]
+    config = load_config("verify", [*settings, "rollout.max_lag=1", *more])
+
+    class Planned(Exception):  # noqa: N818 - not an error
+        """The first thing after the check."""
+
+    def plan(*_: Any) -> None:
+        raise Planned
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("check_output", "check_directory"):
+        monkeypatch.setattr(training, name, lambda *_: None)
+    files = SimpleNamespace(student=SimpleNamespace(spec=None))
+    monkeypatch.setattr(training, "RunFiles", lambda *_: files)
+    monkeypatch.setattr(training, "read_training_data", lambda *_: SimpleNamespace(recorded=None))
+    monkeypatch.setattr(training, "make_plan", plan)
+    spec: Any = SimpleNamespace(config=config, models=None)
+    with pytest.raises(ValueError if refused else Planned) as found, training.start_training(spec):
+        pass
+    said = str(found.value)
+    begin = "rollout.max_lag=1 with rollout.vllm.placement=colocated: "
+    assert not refused or (said.startswith(begin) and "\n" not in said)
