@@ -101,16 +101,19 @@ class Gradients:
             at = position - predicting
             states = self.student[0][at].detach().requires_grad_()
             (slope,) = torch.autograd.grad(mse(states, self.teacher[0][at], "mean").sum(), states)
-            rows = torch.einsum("nd,ndp->np", slope, self.state_slopes[at])
-            return rows[:, None].expand(-1, VOCABULARY, -1) if predicting else rows.unflatten(0, (-1, VOCABULARY))
+            each_nP = torch.einsum("nd,ndp->np", slope, self.state_slopes[at])
+            if predicting:  # the same for every token
+                return each_nP[:, None].expand(-1, VOCABULARY, -1)
+            return each_nP.unflatten(0, (-1, VOCABULARY))
         at = position - 1
         every = torch.arange(VOCABULARY).repeat(len(self.student[1][at]))  # each token behind each prefix
         student, teacher = (each[1][at].repeat_interleave(VOCABULARY, 0) for each in (self.student, self.teacher))
-        slope = output_rows(
+        rows = output_rows(
             loss, student, every, SHARD, teacher_logits_CV=teacher, engine_logprob_C=mu.log_next[at].flatten()
-        ).grad_logits
-        assert slope is not None
-        return torch.einsum("nav,nvp->nap", slope.unflatten(0, (-1, VOCABULARY)), self.logit_slopes[at])
+        )
+        assert rows.grad_logits is not None
+        slopes = rows.grad_logits.unflatten(0, (-1, VOCABULARY))
+        return torch.einsum("nav,nvp->nap", slopes, self.logit_slopes[at])
 
 
 def mean(gradient_nVP: torch.Tensor, position: int, prefix: Policy, token: Policy) -> torch.Tensor:

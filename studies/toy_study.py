@@ -165,15 +165,8 @@ class Study:
         self.log(f"{time.monotonic() - self.began:6.0f} s  {arm.name}, seed {seed}: {scores}")
 
     def _command(self, command: str, settings: list[str], directory: Path, reading: str = "right") -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        log = directory.with_suffix(f".{command}.log")
         module = ["nemo_oprd"] if reading == "right" else ["studies.wrong_reading", reading]
-        line = [sys.executable, "-m", *module, command, "--config-name", "quickstart", *settings]
-        with log.open("w") as out:
-            ended = subprocess.run(line, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False)
-        if ended.returncode:
-            raise RuntimeError(f"{command} ended with {ended.returncode}; see {log}:\n{log.read_text()[-800:]}")
+        run_command(command, settings, directory, *module)
 
     def _bridges(self, seed: int) -> None:
         """Fits the highest rank; lower ranks are its first rows, because basis and regulariser are the same."""
@@ -223,6 +216,18 @@ class Study:
             ]
             lines.append(f"| {method} | {'; '.join(tried)} |")
         return "\n".join(lines)
+
+
+def run_command(command: str, settings: list[str], directory: Path, *module: str) -> None:
+    """Runs a command of the package, or of a module around it, with one thread; raises RuntimeError if it fails."""
+    directory.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    log = directory.with_suffix(f".{command}.log")
+    line = [sys.executable, "-m", *module, command, "--config-name", "quickstart", *settings]
+    with log.open("w") as out:
+        ended = subprocess.run(line, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{command} ended with {ended.returncode}; see {log}:\n{log.read_text()[-800:]}")
 
 
 def first_rows(whole: Any, rank: int) -> Any:

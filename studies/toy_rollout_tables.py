@@ -1,0 +1,158 @@
+"""Tables of the runs of `toy_rollouts.py`, from studies/results/toy_rollouts/."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_oprd.evaluation.intervals import paired_differences
+
+RESULTS = Path(__file__).parent / "results" / "toy_rollouts"
+STEPS = 60  # updates of a run that is not shortened
+EQUAL = 0.03  # runs whose operations differ by less have as many
+SEED = 0  # the one at which rates are chosen
+BASE, WHOLE = "mse token", "all"
+LOSS_ORDER = (BASE, "mse predicting", "forward_kl", "full_vocab", "sampled_token", "sampled_token corrected")
+
+Result = dict[str, Any]
+Results = dict[str, Result]
+
+# per held-out problem: heading, key, factor and digits
+MEASURES = (("KL(t\\|s)", "forward_kl", 1.0, 4), ("KL(s\\|t)", "reverse_kl", 1.0, 4), ("solved, %", "solved", 100.0, 1))
+POSITIONS = ((0, 8), (8, 16), (16, 24), (24, None))
+
+
+def read_results() -> Results:
+    """Name -> the measurements of every finished run, and of the students before training."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def distance(result: Result) -> float:
+    """What chooses a rate: the mean of both divergences on the teacher's responses to tune problems."""
+    return float(np.mean([result["tune"]["forward_kl"], result["tune"]["reverse_kl"]]))
+
+
+def runs_of(results: Results, **values: Any) -> list[Result]:
+    """The runs of the first seed, unless `values` names another one, whose arms have these values."""
+    wanted = {"seed": SEED, **values}
+    arms = [each for each in results.values() if "arm" in each]
+    return [each for each in arms if all(each["arm"][key] == value for key, value in wanted.items())]
+
+
+def best(results: Results, **values: Any) -> Result | None:
+    """The run with the best rate; None if there is none."""
+    return min(runs_of(results, **{"steps": STEPS, **values}), key=distance, default=None)
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(headings), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
+    )
+
+
+def _means(result: Result) -> list[str]:
+    return [f"{factor * np.mean(result['heldout'][key]):.{digits}f}" for _, key, factor, digits in MEASURES]
+
+
+def _differences(one: Result, other: Result) -> list[str]:
+    """Means over held-out problems of one run minus another, with paired bootstrap intervals."""
+    values = [{key: factor * np.array(each["heldout"][key]) for _, key, factor, _ in MEASURES} for each in (one, other)]
+    found = paired_differences(*values)
+    return [
+        f"{found[key].value:+.{digits}f} [{found[key].low:+.{digits}f}, {found[key].high:+.{digits}f}]"
+        for _, key, _, digits in MEASURES
+    ]
+
+
+def _work(result: Result) -> float:
+    return float(sum(result["operations"].values())) * int(result["arm"]["steps"])
+
+
+def _label(result: Result) -> list[str]:
+    arm = result["arm"]
+    return [arm["tokens"], str(arm["steps"]), f"{arm['rate']:g}"]
+
+
+def beginnings(results: Results) -> str:
+    """Which tokens of mse on token states, without a lag: every number of tokens and updates at its best rate."""
+    keys = dict.fromkeys((each["arm"]["tokens"], each["arm"]["steps"]) for each in runs_of(results, loss=BASE, lag=0))
+    rows = [row for tokens, steps in keys if (row := best(results, loss=BASE, lag=0, tokens=tokens, steps=steps))]
+    rows.sort(key=lambda row: (-_work(row), row["arm"]["tokens"]))
+    whole = best(results, loss=BASE, lag=0, tokens=WHOLE)
+    assert whole is not None
+    start = results[f"start-seed_{SEED}"]
+
+    def cells(row: Result) -> list[str]:
+        kl = row["by_position"]["reverse_kl"]
+        return [*_means(row), *(f"{np.mean(kl[first:last]):.4f}" for first, last in POSITIONS)]
+
+    headings = ["supervised tokens", "updates", "rate", "operations", *(heading for heading, *_ in MEASURES)]
+    headings += ["KL(s\\|t) of tokens 1-8", "9-16", "17-24", "25-"]
+    body = [[*_label(row), f"{_work(row) / _work(whole):.2f}", *cells(row)] for row in rows]
+    return _table(headings, [["(start)", "0", "", "0", *cells(start)], *body])
+
+
+def against_whole(results: Results) -> str:
+    """Beginnings and ends against all tokens, at as many updates, and at as many operations with sampling counted."""
+    runs = [each for each in (best(results, loss=BASE, lag=0, tokens=tokens) for tokens in _parts(results)) if each]
+    counts = sorted({each["arm"]["steps"] for each in runs_of(results, loss=BASE, lag=0, tokens=WHOLE)}, reverse=True)
+    rows = []
+    for run, count in itertools.product(runs, counts):
+        whole = best(results, loss=BASE, lag=0, tokens=WHOLE, steps=count)
+        assert whole is not None
+        equal = [name for name, is_equal in (
+            ("updates", count == STEPS), ("operations", abs(_work(run) / _work(whole) - 1) < EQUAL),
+        ) if is_equal]  # fmt: skip
+        if equal:
+            label = f"{run['arm']['tokens']}, {STEPS} updates - all, {count}"
+            rows.append([label, " and ".join(equal), *_differences(run, whole)])
+    return _table(["difference", "equal", *(heading for heading, *_ in MEASURES)], rows)
+
+
+def _parts(results: Results) -> list[str]:
+    found = {each["arm"]["tokens"] for each in runs_of(results, loss=BASE, lag=0)} - {WHOLE}
+    return sorted(found, key=lambda tokens: (tokens.split()[0], int(tokens.split()[1])))
+
+
+def lagged(results: Results) -> str:
+    """Every loss at every lag, at its best rate, and its difference from the run without a lag at its best rate."""
+    rows = []
+    arms = [each["arm"] for each in runs_of(results, steps=STEPS)]
+    methods = {(arm["loss"], arm["tokens"]) for arm in arms if arm["lag"]}
+    for loss, tokens in sorted(methods, key=lambda each: (LOSS_ORDER.index(each[0]), each[1])):
+        # without a lag all weights of a correction are 1
+        plain = best(results, loss=loss.removesuffix(" corrected"), tokens=tokens, lag=0)
+        for lag in sorted({arm["lag"] for arm in arms}):
+            run = best(results, loss=loss, tokens=tokens, lag=lag)
+            if run is not None and plain is not None:
+                change = [""] * len(MEASURES) if lag == 0 else _differences(run, plain)
+                label = loss if tokens == WHOLE else f"{loss}, {tokens}"
+                rows.append([label, str(lag), f"{run['arm']['rate']:g}", *_means(run), *change])
+    headings = [heading for heading, *_ in MEASURES]
+    return _table(["loss", "lag", "rate", *headings, *(f"{heading}: minus lag 0" for heading in headings)], rows)
+
+
+def rates(results: Results) -> str:
+    """The divergence on tune problems at every rate that was tried."""
+    tried = [each for each in runs_of(results) if each["arm"]["steps"] == STEPS]
+    keys = dict.fromkeys(tuple(each["arm"][key] for key in ("loss", "tokens", "lag")) for each in tried)
+    every = sorted({each["arm"]["rate"] for each in tried})
+    rows = []
+    for loss, tokens, lag in sorted(keys, key=lambda key: (LOSS_ORDER.index(key[0]), key[1:])):
+        runs = runs_of(results, loss=loss, tokens=tokens, lag=lag, steps=STEPS)
+        found = {each["arm"]["rate"]: distance(each) for each in runs}
+        cells = [f"{found[rate]:.4f}" if rate in found else "" for rate in every]
+        rows.append([f"{loss}, {tokens}, lag {lag}", *cells])
+    return _table(["tune problems, mean of both divergences", *(f"{rate:g}" for rate in every)], rows)
+
+
+def tables(results: Results) -> str:
+    """All tables in Markdown."""
+    return "\n\n".join(table(results) for table in (beginnings, against_whole, lagged, rates))
