@@ -25,6 +25,7 @@ from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import Role, everyones
 from nemo_oprd.models.megatron_bridge.provider import OWN
 from nemo_oprd.setup.models import ModelFiles, RunPlan
+from nemo_oprd.teacher_servers.teacher import ServedTeacher
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -66,6 +67,11 @@ def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = F
     Args:
         provided_only: leave out the models that this project builds, whose families its tests prove.
     """
+    for teacher, model in zip(distiller.teachers, plan.run.models.teachers, strict=True):
+        if isinstance(teacher, ServedTeacher):  # its servers have proven it at their start
+            verdict = everyones(teacher.servers.verdict)[teacher.role.layout.first_rank]
+            assert verdict is not None
+            yield Proof(model.model.key, verdict, verdict.line)
     for built in _models(plan, distiller):
         source = built.files.source
         if provided_only and source.provider == OWN:
@@ -102,7 +108,7 @@ def _models(plan: RunPlan, distiller: Distiller) -> Iterator[_Built]:
     if not kind.copied:
         return
     for teacher, files, model in zip(distiller.teachers, plan.files.teachers, plan.run.models.teachers, strict=True):
-        if not isinstance(teacher, MegatronTeacher):  # `teacher_servers/canary.py` has proven it
+        if not isinstance(teacher, MegatronTeacher):
             continue
         depth = plan.needs.teacher_depth(distiller.objective, teacher.number)
         dtype = None if kind.own_model else router_dtype

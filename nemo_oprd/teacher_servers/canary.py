@@ -44,7 +44,7 @@ class Canary:
     verdict: CanaryVerdict | None = None  # of the last proof
 
     def prove(self, ask: Asks, described: dict[str, Any]) -> str:
-        """A line that says what was compared.
+        """A line that says what was compared; `verdict` holds it.
 
         Args:
             described: what the server says of itself.

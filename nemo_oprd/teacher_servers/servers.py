@@ -22,6 +22,7 @@ import torch
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
+from nemo_oprd.models.canary import CanaryVerdict
 from nemo_oprd.models.megatron.parallel import device, everyones, wait_for_all
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.controlled import machines_and_devices
@@ -196,6 +197,11 @@ class TeacherServers:
         )
         server.start()
 
+    @property
+    def verdict(self) -> CanaryVerdict | None:
+        """What the last server of this rank has shown; None on ranks that have started none."""
+        return self._canary.verdict
+
     def wait(self) -> None:
         """Waits until all servers are there and are the right ones. Every rank calls this.
 
@@ -224,8 +230,8 @@ class TeacherServers:
         found = {number: (server.generation, str(server.socket)) for number, server in own.items()}
         for number, (generation, at) in ((n, where) for part in everyones(found) for n, where in part.items()):
             if any(each.number == number for each in self._mine) and number not in own:
-                server = self._servers.setdefault(number, self._neighbour(number))
-                server.generation, server.socket = generation, Path(at)
+                near = self._servers.setdefault(number, self._neighbour(number))
+                near.generation, near.socket = generation, Path(at)
         if self._answers is None and self._servers:
             self._answers = AnswerFolder(str(self._folder))
         return failures

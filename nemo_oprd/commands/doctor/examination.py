@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -38,6 +38,7 @@ from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, 
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.rollout.training_rollouts import training_sampling
+from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.signals import agree
 from nemo_oprd.setup.canary import Proof, prove_models
@@ -186,6 +187,8 @@ class Examination:
             of_teacher = "" if self.labels[number] is None else " of this teacher's data sources"
             return f"data.validation has no problems with answers{of_teacher}; add a set"
         rollout = self.config.rollout
+        if self.config.teacher.engine == "vllm":
+            return "the teacher can't be sampled: its servers compute states and sample nothing"
         try:
             teacher.spec.check_tensor_parallel(rollout.tensor, "rollout.tensor")
             ENGINES[rollout.engine].check_here(rollout, teacher.spec)
@@ -232,7 +235,15 @@ class Examination:
 
     def check_models(self) -> None:
         """The checks of forward passes, teacher by teacher."""
-        distiller = build_distiller(self.plan)
+        try:
+            distiller = build_distiller(self.plan)
+        except ServerRefused as error:
+            self.report.add(Finding("hidden states", "wrong", f"{error}; fix: docs/canary.md", code="states-differ"))
+            return
+        with closing(distiller):
+            self._check_built(distiller)
+
+    def _check_built(self, distiller: Distiller) -> None:
         limit = self.spec.models.vocab_limit
         self.report.add(map(_of_proof, prove_models(self.plan, distiller)))
         self.report.add(model_checks.positions(self.greedy, distiller.student, self.config, limit))

@@ -123,7 +123,16 @@ UNKNOWN = Lengths()
 
 
 def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Estimate:
-    """What a training run needs on `cluster`, for whose ranks it was resolved."""
+    """What a training run needs on `cluster`, for whose ranks it was resolved.
+
+    Raises:
+        ValueError: vLLM servers compute the teacher, whose memory and time are not counted yet.
+    """
+    if run.config.teacher.engine == "vllm":
+        raise ValueError(
+            "teacher.engine=vllm: what the teacher's servers need is not counted yet; expected megatron: plan with "
+            "teacher.engine=megatron teacher.placement=dedicated for the student's part"
+        )
     return estimate_works(make_works(run.config, run.models, lengths), cluster, lengths)
 
 

@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,7 +200,7 @@ class _Capture:
         norms = [child for name, child in holder.named_children() if "norm" in name.lower() or name.startswith("ln")]
         self.reading = _Reading(norms, _NORM_TOLERANCE[self.dtype])
         for number, layer in enumerate(layers, 1):
-            layer.register_forward_hook(self._guarded(lambda out, number=number: self._keep(number, out)))
+            layer.register_forward_hook(self._guarded(partial(self._keep, number)))
         self.model.register_forward_hook(self._guarded(self._end))
         self._wrap_forward_passes()
 
@@ -331,9 +332,7 @@ class _Capture:
         if job.error is None:
             header = job.ask.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation)
             header["filled"] = int(job.filled.sum() + job.final_filled.sum())
-            values = [
-                memoryview(part.contiguous().view(torch.uint8).numpy().reshape(-1)) for part in (job.states, job.final)
-            ]
+            values = [part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in (job.states, job.final)]
         try:
             self.folder.write(job.ask.name, header, *values)
         except (OSError, ValueError) as error:
