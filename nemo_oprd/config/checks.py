@@ -145,7 +145,7 @@ def _check_self_distillation(config: Config) -> None:
 def _check_served_teacher(config: Config) -> None:
     """Settings that have no use where vLLM servers compute the teacher: those of a model in the trainer's processes."""
     teacher = config.teacher
-    if teacher.engine != "vllm":
+    if not teacher.is_served:
         return
     why = f"teacher.engine={teacher.engine}"
     if not TEACHER_KINDS[teacher.weights].own_model:

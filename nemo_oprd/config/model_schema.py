@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from nemo_oprd.config.server_schema import ServerConfig
-from nemo_oprd.config.teacher_kinds import TeacherEngine, TeacherWeights
+from nemo_oprd.config.teacher_kinds import SERVED, TeacherEngine, TeacherWeights
 from nemo_oprd.config.types import (
     STRICT,
     Decay,
@@ -204,6 +204,11 @@ class TeacherConfig(ModelConfig):
 
     Of several teachers one at a time is then in device memory; without it all of them are.
     """
+
+    @property
+    def is_served(self) -> bool:
+        """Whether vLLM servers compute it."""
+        return SERVED[self.engine]
 
     @model_validator(mode="after")
     def _check(self) -> TeacherConfig:

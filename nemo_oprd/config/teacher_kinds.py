@@ -1,6 +1,6 @@
-"""The kinds of teachers by `teacher.weights`: whose weights a teacher has, and what follows from that.
+"""The kinds of teachers by `teacher.weights` and `teacher.engine`: whose weights a teacher has, and who computes it.
 
-`setup/models.py` builds them. Nothing else compares the values of `teacher.weights`.
+`setup/models.py` builds them. Nothing else compares the values of the two.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 TeacherWeights = Literal["own", "student", "ema", "initial"]
-# who computes a teacher's states: Megatron in the ranks of this job, or vLLM servers
 TeacherEngine = Literal["megatron", "vllm"]
+# who computes a teacher's states -> whether servers do, and not ranks of this job
+SERVED: dict[TeacherEngine, bool] = {"megatron": False, "vllm": True}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     """
     world_size = trainer_ranks(config, world_size)
     teacher = config.teacher.parallel
-    if config.teacher.engine == "vllm":
+    if config.teacher.is_served:
         # whoever trains on states asks for them: the role packs whole sequences, and holds no model
         student = config.student.parallel.layout(world_size, 0, "student")
         return student, Layout(data=world_size)
@@ -63,7 +63,7 @@ def trainer_ranks(config: Config, world_size: int) -> int:
         ValueError: no rank would be left.
     """
     ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
-    servers = dedicated_ranks(config.teacher.vllm) if config.teacher.engine == "vllm" else 0
+    servers = dedicated_ranks(config.teacher.vllm) if config.teacher.is_served else 0
     if servers >= ranks:
         raise ValueError(
             f"teacher.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {ranks} rank(s) "
@@ -83,7 +83,7 @@ def check_engine(config: Config, student: ModelSpec) -> None:
 
 def check_teacher_servers(config: Config) -> None:
     """Raises ValueError unless the servers of a teacher with `teacher.engine=vllm` can be started."""
-    if config.teacher.engine == "vllm":
+    if config.teacher.is_served:
         check_settings(config.teacher.vllm)
 
 

@@ -228,7 +228,7 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
 def _start_teacher_servers(plan: RunPlan) -> list[TeacherServers]:
     """The servers of all teachers, which start while models are loaded; empty without `teacher.engine=vllm`."""
     run = plan.run
-    if run.config.teacher.engine != "vllm":
+    if not run.config.teacher.is_served:
         return []
     from nemo_oprd.rollout.vllm.launch import DTYPES
     from nemo_oprd.teacher_servers.canary import Canary

@@ -123,7 +123,7 @@ def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
     keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
     teachers = []
     for source, key in zip(config.teacher_sources, keys, strict=True):
-        if config.teacher.engine == "vllm":
+        if config.teacher.is_served:
             model = _served_model(source, key)
         # a teacher that starts from the student's files (teacher.weights other than own) is the same model
         elif _same_files(source, config.student):
@@ -166,9 +166,10 @@ def servers_limit(config: Config, student: ResolvedModel) -> int:
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
     if config.teacher.reads != "ids":
         sources = []
-    served = config.teacher.engine == "vllm"
     teachers = [
-        _served_model(source, "teacher") if served else resolve_model(source, "teacher", beside=student)
+        _served_model(source, "teacher")
+        if config.teacher.is_served
+        else resolve_model(source, "teacher", beside=student)
         for source in sources
     ]
     return _known_ids(config, student, teachers)

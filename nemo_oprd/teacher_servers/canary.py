@@ -85,19 +85,19 @@ class Canary:
         layers = [*range(1, depth + 2)]
         answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
         found = {n: [answer.states[at] for answer in answers] for at, n in enumerate(layers)}
-        final = found.pop(depth + 1)
+        before_norm, found[depth] = found[depth], found.pop(depth + 1)
         measure = functools.cache(lambda dtype: reference_states(self.directory, prompts, dtype))
         engine: dict[str, Any] = {"window": sliding_window(spec.hf_config), "chunk": described["chunk"]}
+        verdict = prove(found, measure("float32"), spec.model_type, dtype=self.dtype, measure=measure, **engine)
         prove(
-            found,
+            {depth: before_norm},
             measure("float32").without_norm(),
             f"{spec.model_type} before its final norm",
             dtype=self.dtype,
             measure=lambda dtype: measure(dtype).without_norm(),
             **engine,
         )
-        found[depth] = final
-        return prove(found, measure("float32"), spec.model_type, dtype=self.dtype, measure=measure, **engine)
+        return verdict
 
     def _check_head(self, ask: Asks, ids: list[int]) -> None:
         """Compares log-probabilities by the trainer's head with the server's own, its scale, bias and caps included."""

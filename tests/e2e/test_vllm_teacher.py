@@ -28,7 +28,8 @@ def teach(directory: Path, family: str, tensor: int, *more: str) -> tuple[int, s
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     environment["XDG_CACHE_HOME"] = str(directory / "cache")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    return done.returncode, done.stderr, json.loads((directory / "results.json").read_text())
+    results = directory / "results.json"
+    return done.returncode, done.stderr, json.loads(results.read_text()) if results.exists() else {}
 
 
 @pytest.mark.parametrize(("family", "tensor", "more"), [("qwen3", 1, ["kill"]), ("gemma3_text", 2, [])])

@@ -34,7 +34,7 @@ STARTED = "something expensive had started"
 def arguments_of(case: Case, place: Place) -> list[str]:
     """The command line of a case."""
     own = [argument.replace("{root}", str(place.root)) for argument in case.arguments]
-    if case.command in ("report", "toy", "from-nemo-rl"):
+    if case.command in ("capture", "report", "toy", "from-nemo-rl"):
         return [case.command, *own]
     settings = {
         "student.hf_path": place.student,

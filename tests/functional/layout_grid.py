@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from layout_cases import Case
 from served_teachers import SERVED
 
@@ -50,11 +51,6 @@ CASES = sorted(
         Case("tp2 sp", "pp2", objective="qwen3-sparse", recompute="block 5"),
         Case("pp2", "tp2", objective="qwen2-tied", tokens=SMALL),
         Case("tp2 sp", objective="qwen2-tied", recompute="uniform 1"),
-        Case("tp2 sp", tokens=SMALL, extra=SERVED),
-        Case("pp2 vpp2", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=2")),
-        Case("cp2", objective="qwen3-sparse", extra=SERVED),
-        Case("pp2", objective="pruned", tokens=SMALL, extra=SERVED),
-        Case("dp2", objective="qwen2-tied", tokens=SMALL, extra=SERVED),
         # three ranks
         Case("pp3", "pp3", objective="qwen3-first", tokens=SMALL),
         Case("pp3 vpp2 first2 last2", "dp3", tokens=SMALL),
@@ -91,10 +87,19 @@ CASES = sorted(
         Case("pp4 vpp2", objective="qwen3-sparse", tokens=SMALL),
         Case("pp4 vpp2", "tp2 pp2", objective="qwen3-sparse", recompute="uniform 1"),
         Case("tp2 sp pp2", objective="qwen2-tied", tokens=SMALL),
-        Case("tp2 cp2", objective="qwen2-tied", extra=SERVED),
         Case("pp4", objective="qwen2-tied"),
         Case("pp2 dp2 vpp2", "cp2 dp2", objective="qwen2-tied", recompute="uniform 1", tokens=SMALL),
         Case("cp2 tp2", objective="qwen2-tied"),
     ],
     key=lambda case: case.ranks,
 )
+
+# a teacher behind servers; each case runs by itself, because it shares no setting of the teacher with the others
+SERVED_CASES = [
+    Case("tp2 sp", tokens=SMALL, extra=SERVED),
+    Case("pp2 vpp2", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=2")),
+    Case("cp2", objective="qwen3-sparse", extra=SERVED),
+    pytest.param(Case("pp2", objective="pruned", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),
+    pytest.param(Case("dp2", objective="qwen2-tied", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),
+    pytest.param(Case("tp2 cp2", objective="qwen2-tied", extra=SERVED), marks=pytest.mark.slow),
+]

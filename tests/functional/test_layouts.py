@@ -27,7 +27,7 @@ from layout_cases import (
     make_rollouts,
     read_result,
 )
-from layout_grid import CASES, SMALL
+from layout_grid import CASES, SERVED_CASES, SMALL
 from pairwise import mark_slow, of_case
 from pool import Pools, WorkerError
 from served_teachers import ServedTeachers
@@ -70,7 +70,7 @@ def relative(ours: float, theirs: float) -> float:
 
 # In order of their ranks, because a pool of another size is another set of processes. The default run takes the cases
 # that hold every pair of settings (pairwise.py), `scripts/test.sh --all` takes all.
-@pytest.mark.parametrize("case", mark_slow(CASES, of_case), ids=str)
+@pytest.mark.parametrize("case", [*mark_slow(CASES, of_case), *SERVED_CASES], ids=str)
 def test_layout(pools: Pools, bench: Workbench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = tmp_path / "out"
     overrides = served_teachers.of([*bench.settings(case.objective), *case.overrides, f"output={output}"])

@@ -80,9 +80,9 @@ def capture(options: CaptureOptions) -> None:
     check_directory(options.output, "capture", "--output")
     spec = read_served_spec(options.model)
     layers = parse_layers(options.layers, spec.num_layers)
+    sequences = _sequences(options, spec)
     config = _config(options)
     check_settings(config.teacher.vllm)
-    sequences = _sequences(options, spec)
     manifest, folder = options.output / "manifest.json", options.output / "hidden_states"
     manifest.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

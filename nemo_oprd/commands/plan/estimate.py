@@ -138,7 +138,7 @@ def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Esti
     Raises:
         ValueError: vLLM servers compute the teacher, whose memory and time are not counted yet.
     """
-    if run.config.teacher.engine == "vllm":
+    if run.config.teacher.is_served:
         raise ValueError(
             "teacher.engine=vllm: what the teacher's servers need is not counted yet; expected megatron: plan with "
             "teacher.engine=megatron teacher.placement=dedicated for the student's part"

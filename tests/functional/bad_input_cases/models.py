@@ -202,3 +202,9 @@ def bridge_of_tokenizers(place: Place, student: str | None, teacher: str | None)
         for layer in range(1, layers + 1)
     }
     save_bridge(Bridge(2, pairs, *models), place.root / "bridge")
+
+CAPTURE = ("--model", "{root}/teacher", "--prompts", "{root}/prompts.jsonl", "--output", "{root}/states")
+case("states that are not there", "`capture` of a layer that the model does not have", "--layers 2,99: '99' | expected all, or different ones of 1 to | correct it", command="capture", arguments=(*CAPTURE, "--layers", "2,99"))
+case("capture on several ranks", "`capture` by torchrun", "capture on 2 ranks | expected one | leave out torchrun", command="capture", arguments=CAPTURE, ranks=2)
+case("capture into a model", "`capture` into a model's directory", "{root}/teacher exists and is not captured states | choose another", command="capture", arguments=(*CAPTURE[:-1], "{root}/teacher"))
+case("sequences that are too long to capture", "`capture` of prompts that are longer than the model's positions", "prompts.jsonl: prompt 1 has | but the model has | shorten or remove it", command="capture", arguments=CAPTURE, prepare=lambda p: p.write(p.prompts, [{"prompt": "1" * 999}]))

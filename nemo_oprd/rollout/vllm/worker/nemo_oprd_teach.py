@@ -28,7 +28,6 @@ import torch
 import vllm
 from nemo_oprd_asks import ASK, GENERATION, LOGPROB_COLUMNS, AnswerFolder, Ask, weights_digest
 from nemo_oprd_files import FOLDER
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +189,7 @@ class _Capture:
         self.width, self.dtype = config.get_hidden_size(), config.dtype
         self.model = self.runner.get_model()
         self.folder = AnswerFolder(os.environ[FOLDER])
+        self.writes = worker.rank == 0  # all ranks of a server are tensor ranks
         self.generation = int(os.environ[GENERATION])
         self.jobs: dict[str, _Job] = {}
         self.over: set[str] = set()  # requests that have their answer, or whose ask is none
@@ -325,7 +325,7 @@ class _Capture:
 
     def _hand_over(self, job: _Job) -> None:
         """Writes the answer, on the first tensor rank: the others have the same rows."""
-        if get_tensor_model_parallel_rank() != 0:
+        if not self.writes:
             return
         header: dict[str, Any] = {"error": job.error}
         values: list[Any] = []
