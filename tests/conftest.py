@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from composing import composing_once
 
@@ -13,6 +14,11 @@ from nemo_oprd.runtime.messages import show
 
 if TYPE_CHECKING:
     from pool import Pools
+
+
+# a busy machine is not a failure: neither an example nor making it has a time limit
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
