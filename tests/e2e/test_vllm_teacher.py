@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,11 @@ from typing import Any
 
 import pytest
 import vllm_environment
+from tiny_models import save_random_bridge
+from vllm_teacher import make_model
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.rollout.replay import write_rollouts
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 900
@@ -22,12 +29,18 @@ pytestmark = [
 ]
 
 
+def environment(directory: Path) -> dict[str, str]:
+    """Of a command whose canaries are proven here."""
+    cache = {"XDG_CACHE_HOME": str(directory / "cache")}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **cache}
+
+
 def teach(directory: Path, family: str, tensor: int, *more: str) -> tuple[int, str, dict[str, Any]]:
     """(Exit code, stderr, results.json) of vllm_teacher.py."""
     command = [sys.executable, str(ROOT / "tests/e2e/vllm_teacher.py"), family, str(tensor), str(directory), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    environment["XDG_CACHE_HOME"] = str(directory / "cache")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(
+        command, env=environment(directory), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     results = directory / "results.json"
     return done.returncode, done.stderr, json.loads(results.read_text()) if results.exists() else {}
 
@@ -50,4 +63,33 @@ def test_a_family_that_vllm_computes_wrongly_is_refused(tmp_path: Path) -> None:
     """Cohere2's sliding window is one token longer in vLLM than in transformers."""
     code, said, found = teach(tmp_path, "cohere2", 1)
     assert code != 0 and "worst" not in found
-    assert "canary of cohere2: layer 1 of 5" in said and "row 64 is the first wrong one" in said, said[-1500:]
+    assert re.search(r"canary of cohere2.*: layer 1 of 5, prompt 1, row 64 is the first wrong one", said), said[-1500:]
+
+
+def test_gemma3_teaches_qwen2(tmp_path: Path) -> None:
+    """Of another family, width and depth, through a bridge: gradients at TP2 and SP are those of float64 models."""
+    sizes = {"student": ("qwen2", {"hidden_size": 64, "num_hidden_layers": 4}), "teacher": ("gemma3_text", {})}
+    for role, (family, changes) in sizes.items():
+        make_model(family, tmp_path / role, **changes)
+    configs = [json.loads((tmp_path / role / "config.json").read_text()) for role in sizes]
+    save_random_bridge(tmp_path / "bridge", *configs, {1: 1, 2: 3, 3: 5, 4: 7}, 8, "token")
+    draw = random.Random(0)
+    lengths = ((5, 90), (30, 60), (7, 3), (100, 120))
+    write_rollouts(
+        tmp_path / "rollouts.jsonl",
+        [Rollout(*([draw.randrange(3, 512) for _ in range(n)] for n in both)) for both in lengths],
+    )
+    settings = [
+        f"student.hf_path={tmp_path}/student", f"teacher.hf_path={tmp_path}/teacher", f"bridge.path={tmp_path}/bridge",
+        f"rollout.replay={tmp_path}/rollouts.jsonl", f"output={tmp_path}/out", "teacher.engine=vllm", "precision=fp32",
+        "loss.representation.k=64", "loss.output.kind=sampled_token", "loss.output.weight=0.5",
+        "student.parallel.tensor=2", "student.parallel.sequence=true",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_oprd", "verify"]
+    command += ["--against", "reference", "--config-name", "verify", *settings]
+    done = subprocess.run(
+        command, env=environment(tmp_path), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(r"largest gradient deviation over 51 parameters: (\S+)", done.stdout)
+    assert found is not None and float(found[1]) < ROW_TOLERANCE, done.stdout[-2000:]

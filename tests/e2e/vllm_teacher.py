@@ -57,12 +57,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LENGTHS = (7, 33, 300, 64, 129, 1, 18)
 
 
-def make_model(family: str, directory: Path) -> Any:
+def make_model(family: str, directory: Path, **sizes: Any) -> Any:
     """A random model in float32, saved in `directory`; biases and norms are random, too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **sizes})
     config.dtype = "float32"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
