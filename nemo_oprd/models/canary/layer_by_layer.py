@@ -30,10 +30,9 @@ def layered_states(directory: Path, prompts: list[list[int]], dtype: str) -> Ref
         ValueError: transformers is too old, the model has no single list of decoder layers, tensors are missing, or
             transformers does not return the state of every layer.
     """
-    with ExitStack() as files:
-        model = _load(directory, getattr(torch, dtype), files)
-        turns = _Turns(len(prompts), model.layered)
-        found = _run(model, turns, prompts)
+    model = _load(directory, getattr(torch, dtype))
+    turns = _Turns(len(prompts), model.layered)
+    found = _run(model, turns, prompts)
     depth = len(model.layered.layers)
     for prompt in found:
         if len(prompt["hidden"]) != depth + 1:
@@ -135,8 +134,8 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
     return state[0].float().clone()
 
 
-def _load(directory: Path, dtype: torch.dtype, files: ExitStack) -> Any:
-    """The model without its head; `model.layered` is its `LayerLoader`, whose tensors are in `files` until it ends."""
+def _load(directory: Path, dtype: torch.dtype) -> Any:
+    """The model without its head; `model.layered` is its `LayerLoader`."""
     import transformers
     from transformers import AutoConfig, AutoModel
 
@@ -147,7 +146,7 @@ def _load(directory: Path, dtype: torch.dtype, files: ExitStack) -> Any:
         cls = transformers.MODEL_MAPPING[type(config)]
     except KeyError:
         raise ValueError(f"transformers' {AutoModel.__name__} has no model for {type(config).__name__}") from None
-    model, info = _without_layers(cls, files).from_pretrained(
+    model, info = _without_layers(cls).from_pretrained(
         directory,
         config=config,
         dtype=dtype,
@@ -163,24 +162,32 @@ def _load(directory: Path, dtype: torch.dtype, files: ExitStack) -> Any:
     return model.eval()
 
 
-def _without_layers(cls: Any, files: ExitStack) -> Any:
+def _without_layers(cls: Any) -> Any:
     """A subclass of a transformers model whose `from_pretrained` leaves the layers' tensors in their files."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
     def load_pretrained(model: Any, state_dict: Any, checkpoint_files: list[str], load_config: Any) -> tuple[Any, None]:
         path = _list_of_layers(model)
-        slices = _slices(checkpoint_files, files)
-        rest, of_layer = _divided(slices, model, load_config.weight_mapping or [], path)
+        rest, of_layer = _divided(_files(checkpoint_files), model, load_config.weight_mapping or [], path)
+
+        def read(files: dict[str, str]) -> Any:
+            with ExitStack() as opened:  # an open file stays mapped, page by page as it is read
+                handles = {
+                    file: opened.enter_context(safe_open(file, framework="pt", device="cpu"))
+                    for file in {*files.values()}
+                }
+                slices = {name: handles[file].get_slice(name) for name, file in files.items()}
+                return convert_and_load_state_dict_in_model(model, slices, load_config, None)[0]
 
         def load(index: int) -> None:
-            convert_and_load_state_dict_in_model(model, of_layer.get(index, {}), load_config, None)
+            read(of_layer.get(index, {}))
             layer = model.layered.layers[index]
             absent = [name for name, p in (*layer.named_parameters(), *layer.named_buffers()) if p.is_meta]
             if absent:
                 raise ValueError(f"layer {index + 1} has no tensor for {absent[0]}; expected all of the model")
 
         model.layered = LayerLoader(model, path, load)
-        info, _ = convert_and_load_state_dict_in_model(model, rest, load_config, None)
+        info = read(rest)
         # the layers are missing by intention, and would be filled with random numbers
         info.missing_keys = {name for name in info.missing_keys if not name.startswith(f"{path}.")}
         return info, None
@@ -189,35 +196,35 @@ def _without_layers(cls: Any, files: ExitStack) -> Any:
     return type(cls.__name__, (cls,), members)
 
 
-def _slices(checkpoint_files: list[str], files: ExitStack) -> dict[str, Any]:
-    """Tensor's name -> a view into its file, of which nothing has been read."""
+def _files(checkpoint_files: list[str]) -> dict[str, str]:
+    """Tensor's name -> its file."""
     found = {}
     for file in checkpoint_files:
-        opened = files.enter_context(safe_open(file, framework="pt", device="cpu"))
-        found.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118 (not a dict)
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            found.update(dict.fromkeys(opened.keys(), file))
     return found
 
 
 def _divided(
-    slices: dict[str, Any], model: Any, mapping: list[Any], path: str
-) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """(The tensors outside the layers, the tensors of each layer by its index), by their names in the checkpoint."""
+    files: dict[str, str], model: Any, mapping: list[Any], path: str
+) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
+    """The files of (the tensors outside the layers, those of each layer by its index), by names in the checkpoint."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     names = model.state_dict()
-    rest: dict[str, Any] = {}
-    of_layer: dict[int, dict[str, Any]] = {}
-    for name, tensor in slices.items():
+    rest: dict[str, str] = {}
+    of_layer: dict[int, dict[str, str]] = {}
+    for name, file in files.items():
         target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
         if target not in names and name in names:
             target = name
         number = target.removeprefix(f"{path}.").partition(".")[0] if target.startswith(f"{path}.") else ""
         if number.isdigit():
-            of_layer.setdefault(int(number), {})[name] = tensor
+            of_layer.setdefault(int(number), {})[name] = file
         else:
-            rest[name] = tensor
+            rest[name] = file
     return rest, of_layer
 
 
