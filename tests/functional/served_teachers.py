@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socketserver
 import sys
@@ -130,7 +131,9 @@ class ServedTeachers:
         if not {*SERVED} <= {*overrides}:
             return overrides
         given = dict(each.split("=", 1) for each in overrides)
-        know(Path(given["teacher.hf_path"]), "bfloat16" if given.get("precision") == "bf16" else "float32")
+        several = re.findall(r"hf_path: (\S+?)[,}]", given.get("teachers", ""))
+        for teacher in several or [given["teacher.hf_path"]]:
+            know(Path(teacher), "bfloat16" if given.get("precision") == "bf16" else "float32")
         return [*overrides, *self.settings(**faults)]
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from layout_cases import (
 from layout_grid import CASES, SERVED_CASES, SMALL
 from pairwise import mark_slow, of_case
 from pool import Pools, WorkerError
-from served_teachers import ServedTeachers
+from served_teachers import SERVED, ServedTeachers
 from tiny_models import edit_tensors
 
 from nemo_oprd.batch.types import Rollout
@@ -214,6 +214,7 @@ def test_every_row_travels_once(pools: Pools, bench: Workbench, case: Case) -> N
 
 
 BF16 = [Case("tp2 pp2"), Case("tp2 sp", "pp2"), Case("pp2", recompute="uniform 1"), Case("dp1")]
+BF16 += [Case("tp2 sp", extra=SERVED)]
 
 
 @pytest.fixture(scope="module")
@@ -235,11 +236,16 @@ def bf16_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict
 
 @pytest.mark.parametrize("case", BF16, ids=str)
 def test_bf16_errs_no_more_than_twice_a_plain_bf16_run(
-    pools: Pools, bf16_pair: tuple[list[str], dict[str, Any], dict[str, torch.Tensor]], tmp_path: Path, case: Case
+    pools: Pools,
+    bf16_pair: tuple[list[str], dict[str, Any], dict[str, torch.Tensor]],
+    served_teachers: ServedTeachers,
+    tmp_path: Path,
+    case: Case,
 ) -> None:
     """All gradients together, and the parameter with the largest deviation."""
     settings, expected, plain = bf16_pair
-    pools[case.ranks].run("cases:run_verify", overrides=[*settings, *case.overrides, f"output={tmp_path / 'out'}"])
+    overrides = served_teachers.of([*settings, *case.overrides, f"output={tmp_path / 'out'}"])
+    pools[case.ranks].run("cases:run_verify", overrides=overrides)
     losses, ours = read_result(tmp_path / "out")
     reference_gradients = expected["gradients"]
     error, plain_error = (

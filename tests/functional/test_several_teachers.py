@@ -18,6 +18,7 @@ import torch
 from layout_cases import Case, check_result
 from plain_computation import expected_result
 from pool import Pools
+from served_teachers import SERVED, ServedTeachers
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
 from nemo_oprd.batch.types import Rollout
@@ -58,6 +59,7 @@ CASES = [
     Case("cp2", "dp2", objective="hidden"),
     Case("dp2", "cp2", objective="composed", tokens=SMALL),
     Case("tp2", "pp2 dedicated", objective="sampled", tokens=SMALL, extra=WAVES),
+    Case("tp2 sp", objective="composed", tokens=SMALL, extra=SERVED),
 ]
 
 
@@ -135,8 +137,9 @@ def test_the_plain_computation(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
-def test_gradients(pools: Pools, bench: Bench, tmp_path: Path, case: Case) -> None:
-    arguments = [*bench.settings(case.objective), *case.overrides, f"output={tmp_path / 'out'}"]
+def test_gradients(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
+    output = f"output={tmp_path / 'out'}"
+    arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])
     pools[case.ranks].run("layout_cases:run_verify", overrides=arguments)
     check_result(tmp_path / "out", bench.expected(case.objective), str(case))
 
