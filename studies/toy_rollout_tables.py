@@ -122,21 +122,29 @@ def _parts(results: Results) -> list[str]:
 
 
 def lagged(results: Results) -> str:
-    """Every loss at every lag, at its best rate, and its difference from the run without a lag at its best rate."""
+    """Every loss with and without lags, each run at the best of the rates that ran at all of its lags."""
     rows = []
     arms = [each["arm"] for each in runs_of(results, steps=STEPS)]
     methods = {(arm["loss"], arm["tokens"]) for arm in arms if arm["lag"]}
     for loss, tokens in sorted(methods, key=lambda each: (LOSS_ORDER.index(each[0]), each[1])):
         # without a lag all weights of a correction are 1
-        plain = best(results, loss=loss.removesuffix(" corrected"), tokens=tokens, lag=0)
-        for lag in sorted({arm["lag"] for arm in arms}):
-            run = best(results, loss=loss, tokens=tokens, lag=lag)
-            if run is not None and plain is not None:
-                change = [""] * len(MEASURES) if lag == 0 else _differences(run, plain)
-                label = loss if tokens == WHOLE else f"{loss}, {tokens}"
+        of_lag = {0: _by_rate(results, loss.removesuffix(" corrected"), tokens, 0)}
+        of_lag |= {lag: _by_rate(results, loss, tokens, lag) for lag in sorted({arm["lag"] for arm in arms} - {0})}
+        of_lag = {lag: tried for lag, tried in of_lag.items() if tried}
+        common = set.intersection(*(set(tried) for tried in of_lag.values()))
+        runs = {lag: min((tried[rate] for rate in common), key=distance) for lag, tried in of_lag.items()}
+        for lag, run in runs.items():
+            change = _differences(run, runs[0]) if lag else [""] * len(MEASURES)
+            label = loss if tokens == WHOLE else f"{loss}, {tokens}"
+            if lag or not loss.endswith("corrected"):
                 rows.append([label, str(lag), f"{run['arm']['rate']:g}", *_means(run), *change])
     headings = [heading for heading, *_ in MEASURES]
     return _table(["loss", "lag", "rate", *headings, *(f"{heading}: minus lag 0" for heading in headings)], rows)
+
+
+def _by_rate(results: Results, loss: str, tokens: str, lag: int) -> dict[float, Result]:
+    runs = runs_of(results, loss=loss, tokens=tokens, lag=lag, steps=STEPS)
+    return {each["arm"]["rate"]: each for each in runs}
 
 
 def rates(results: Results) -> str:
@@ -146,9 +154,8 @@ def rates(results: Results) -> str:
     every = sorted({each["arm"]["rate"] for each in tried})
     rows = []
     for loss, tokens, lag in sorted(keys, key=lambda key: (LOSS_ORDER.index(key[0]), key[1:])):
-        runs = runs_of(results, loss=loss, tokens=tokens, lag=lag, steps=STEPS)
-        found = {each["arm"]["rate"]: distance(each) for each in runs}
-        cells = [f"{found[rate]:.4f}" if rate in found else "" for rate in every]
+        found = _by_rate(results, loss, tokens, lag)
+        cells = [f"{distance(found[rate]):.4f}" if rate in found else "" for rate in every]
         rows.append([f"{loss}, {tokens}, lag {lag}", *cells])
     return _table(["tune problems, mean of both divergences", *(f"{rate:g}" for rate in every)], rows)
 

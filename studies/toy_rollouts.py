@@ -179,8 +179,6 @@ def stages(study: Study) -> Iterator[list[Arm]]:
     yield [Arm(*key, LOWER) for key in parts[:2]]
     yield [Arm(*key, HIGHER) for key in losses if "sampled" not in key[0]]
     yield [replace(Arm(*key), lag=2) for key in losses if key[-1]]
-    for seed in (1, 2):
-        yield [replace(Arm(*key), seed=seed) for key in (("mse token", "all", 0), *parts, *losses)]
 
 
 def result_file(arm: Arm) -> Path:
