@@ -110,7 +110,9 @@ def check_rope(model: Any, hf_config: str | Path | dict) -> None:
 def check_rope_of(model: Any, spec: ModelSpec) -> None:
     """Raises ValueError unless a `GPTModel` rotates by the frequencies of `spec`."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
-    expected = spec.rope.frequencies(spec.head_dim)
+    if spec.latent is not None and len(model.decoder.layers):  # each layer has its own
+        rotary = model.decoder.layers[0].self_attention.rotary_pos_emb
+    expected = spec.rope.frequencies(spec.rotary_dim)
     kind = getattr(model, "position_embedding_type", None)
     if expected.switch is not None or kind not in ("rope", "yarn") or getattr(rotary, "inv_freq", None) is None:
         raise ValueError(
