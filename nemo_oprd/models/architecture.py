@@ -63,6 +63,7 @@ class LatentAttention:
     plain: int
     rotated: int
     value: int  # channels of a value
+    norm_eps: float  # of the norms of the narrow states, which in some families is not that of the others
 
 
 @dataclass(frozen=True)

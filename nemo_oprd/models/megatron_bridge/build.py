@@ -203,6 +203,8 @@ def build_from_provider(
         model.vp_stage = span.virtual_stage(layout)
         if span.last and not head:
             del model.output_layer
+        if spec.latent is not None:
+            _set_narrow_norms(model, spec.latent.norm_eps)
         if spec.experts is not None:
             use_routing_of(model, spec.experts)
             if layout.dispatcher == "allgather":
@@ -218,7 +220,7 @@ def build_from_provider(
         chunk.register_load_state_dict_post_hook(norms_need_no_extra_state)
         cls: Any = type(chunk)
         chunk.__class__ = _provided(cls)
-    _check_parameters(chunks, spec, depth)
+    _check_parameters(chunks, spec, role, depth)
     mark_parameters(chunks, spec)
     return chunks
 
@@ -244,6 +246,16 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
     }
 
 
+def _set_narrow_norms(model: Any, eps: float) -> None:
+    """Gives the norms of multi-latent attention's narrow states their epsilon: Megatron has one for all norms."""
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        norms = [getattr(attention, f"linear_{name}_up_proj", None) for name in ("q", "kv")]
+        for norm in norms:
+            if norm is not None and hasattr(norm, "layer_norm_weight"):
+                norm.eps = eps
+
+
 def _check_attention(model: Any, provider: str) -> None:
     """Raises ValueError unless the model is a `GPTModel` whose attention reads packed sequences."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -260,14 +272,18 @@ def _check_attention(model: Any, provider: str) -> None:
             )
 
 
-def _check_parameters(chunks: list[Any], spec: ModelSpec, depth: int | None) -> None:
+def _check_parameters(chunks: list[Any], spec: ModelSpec, role: Role, depth: int | None) -> None:
     """Raises ValueError unless the weight mappings are of the parameters that were built."""
     mappings, built = mappings_by_name(spec), named_weights(chunks)
     here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
+    local = spec.experts.count // role.layout.expert if spec.experts is not None else 0
+    first = local * role.groups.ep.rank() if local else 0
     expected = {
         name
         for name, mapping in mappings.items()
-        if mapping.layer in here and (depth is None or mapping.layer is None or mapping.layer < depth)
+        if mapping.layer in here
+        and (depth is None or mapping.layer is None or mapping.layer < depth)
+        and (mapping.expert is None or first <= mapping.expert < first + local)
     }
     unknown = sorted(set(built) - set(mappings) - {"output_layer.weight"})  # a tied head's copy
     missing = sorted(expected - set(built))

@@ -46,6 +46,7 @@ class BridgeModel:
     complete: dict  # the HF config with transformers' defaults filled in
     rope: Rope
     shapes: dict[str, tuple[int, ...]]  # of every parameter and every router's bias, by transformers' name
+    narrow_eps: float | None  # of the norms of multi-latent attention's narrow states; None: there are none
     mappings: tuple[ParamMapping, ...]  # of all parameters, one per kind
 
 
@@ -134,7 +135,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
     if getattr(provider, "multi_latent_attention", False):
         ranks = provider.q_lora_rank or None, provider.kv_lora_rank
         parts["latent"] = LatentAttention(
-            *ranks, provider.qk_head_dim, provider.qk_pos_emb_head_dim, provider.v_head_dim
+            *ranks, provider.qk_head_dim, provider.qk_pos_emb_head_dim, provider.v_head_dim, found.narrow_eps
         )
     else:
         norm = found.shapes.get("model.layers.0.self_attn.q_norm.weight")
@@ -191,10 +192,11 @@ def _bridge_model(text: str) -> BridgeModel:
     correct(provider, complete, rope)
     model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
     _check_same_computation(provider, model, hf_config.get("architectures"))
+    narrow_eps = _check_norms(provider, model)
     stored = {*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name.endswith(_BIAS))}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
     mappings = translate(bridge._model_bridge.mapping_registry(), provider, shapes)
-    return BridgeModel(provider, complete, rope, shapes, mappings)
+    return BridgeModel(provider, complete, rope, shapes, narrow_eps, mappings)
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:
@@ -255,6 +257,27 @@ def _check_same_computation(provider: Any, model: Any, architectures: Any) -> No
             f"({getattr(provider.activation_func, '__name__', provider.activation_func)}); expected the same: choose a "
             "model with the activation that Megatron-Bridge gives this family"
         )
+
+
+def _check_norms(provider: Any, model: Any) -> float | None:
+    """The epsilon of the norms of multi-latent attention's narrow states; None if there are none.
+
+    Raises:
+        ValueError: another norm of transformers' model has another epsilon than Megatron-Bridge gives all norms.
+    """
+    narrow = None
+    for name, module in model.named_modules():
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(eps, float):
+            continue
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            narrow = eps
+        elif eps != provider.layernorm_epsilon:
+            raise ValueError(
+                f"transformers' {name} has the epsilon {eps}, Megatron-Bridge's {provider.layernorm_epsilon}; expected "
+                "the same: choose another model"
+            )
+    return narrow
 
 
 def import_bridge(key: str) -> Any:

@@ -59,7 +59,7 @@ class DotProductAttention(WithExtraState):
         self.heads = num_attention_heads // size
         self.groups = (num_gqa_groups or num_attention_heads) // size
         both = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
-        self.key_channels, self.value_channels = both
+        self.key_channels, self.hidden_size_per_attention_head_v = both  # Megatron changes the latter where it pads
         self.scale = self.key_channels**-0.5 if softmax_scale is None else softmax_scale
         # the keys to the left of the query's own that it sees; None: all
         self.left = None if window_size is None else window_size[0]
@@ -141,7 +141,7 @@ class DotProductAttention(WithExtraState):
         assert all(tensor.dim() == 3 for tensor in (query_layer, key_layer, value_layer))
         assert query_layer.shape[1:] == (self.heads, self.key_channels)
         assert key_layer.shape[1:] == (self.groups, self.key_channels)
-        assert value_layer.shape == (*key_layer.shape[:2], self.value_channels)
+        assert value_layer.shape == (*key_layer.shape[:2], self.hidden_size_per_attention_head_v)
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
         assert cu_seqlens_q.device == query_layer.device
