@@ -204,7 +204,7 @@ def build_from_provider(
         if span.last and not head:
             del model.output_layer
         if spec.latent is not None:
-            _set_narrow_norms(model, spec.latent.norm_eps)
+            _prepare_latent_attention(model, spec.latent.norm_eps, role)
         if spec.experts is not None:
             use_routing_of(model, spec.experts)
             if layout.dispatcher == "allgather":
@@ -246,14 +246,19 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _set_narrow_norms(model: Any, eps: float) -> None:
-    """Gives the norms of multi-latent attention's narrow states their epsilon: Megatron has one for all norms."""
+def _prepare_latent_attention(model: Any, eps: float, role: Role) -> None:
+    """Sets in multi-latent attention what Megatron does not take from its settings.
+
+    The norms of the narrow states get their epsilon: Megatron has one for all norms. The projections to the narrow
+    states, which every tensor rank holds, get the ranks' group, by which a checkpoint tells the copies apart.
+    """
     for layer in model.decoder.layers:
-        attention = layer.self_attention
-        norms = [getattr(attention, f"linear_{name}_up_proj", None) for name in ("q", "kv")]
-        for norm in norms:
-            if norm is not None and hasattr(norm, "layer_norm_weight"):
-                norm.eps = eps
+        for name in ("q", "kv"):
+            down, up = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("down", "up"))
+            if down is not None:
+                down._tp_group = role.groups.tp
+            if hasattr(up, "layer_norm_weight"):
+                up.eps = eps
 
 
 def _check_attention(model: Any, provider: str) -> None:
