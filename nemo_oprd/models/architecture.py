@@ -53,17 +53,18 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-latent attention: keys, values and perhaps queries are projected from a narrow state that is normed.
+    """Multi-latent attention: queries, and keys with values, are projected from narrow states that are normed.
 
     Keys and queries have `rotated` channels with RoPE, which all heads' keys share, and `plain` ones without.
     """
 
-    query_rank: int | None  # channels of the queries' narrow state; None: queries are projected directly
+    query_rank: int  # channels of the queries' narrow state
     key_rank: int  # of that of keys and values
     plain: int
     rotated: int
     value: int  # channels of a value
     norm_eps: float  # of the norms of the narrow states, which in some families is not that of the others
+    scale: float  # multiplies products of queries and keys; some kinds of RoPE change it
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,10 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             total = total + weight_of_layers * layer_shares[layer] * layer_loss
         total = total + weight_of_output * output.response_loss(student, teacher, rollout, teacher_weight)
         total.backward()
-    gradients = {**_gradients(student, str(config.student.hf_path)), **{name: p.grad for name, p in trained.items() if p.grad is not None}}
+    gradients = {
+        **_gradients(student, str(config.student.hf_path)),
+        **{name: p.grad for name, p in trained.items() if p.grad is not None},
+    }
     rep_loss = sum(layer_shares[layer] * per_layer[layer] for layer in layers)
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),

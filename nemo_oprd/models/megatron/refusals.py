@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from nemo_oprd.models import ModelSpec, parse_model_spec, read_model_spec
 from nemo_oprd.models.megatron.pipeline_schedule import refuse_layer_bypasses
@@ -120,7 +121,7 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
             "expected 'rope' or 'yarn' and a type with one set of frequencies: leave out hf_config, and compare both "
             "models' logits"
         )
-    built, factor = _built_rope(rotary, yarn=kind == "yarn"), spec.rope.get("factor")
+    built, factor = _built_rope(rotary, yarn=isinstance(rotary, YarnRotaryEmbedding)), spec.rope.get("factor")
     if (
         built.inv_freq.shape != expected.inv_freq.shape
         or not torch.allclose(built.inv_freq, expected.inv_freq, rtol=_SAME_FREQUENCY, atol=0.0)

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron.core.transformer.enums import AttnBackend
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.import_path import import_function
 from nemo_oprd.models import ModelSpec, read_hf_config
+from nemo_oprd.models.architecture import LatentAttention
 from nemo_oprd.models.megatron.adopt import adopt
 from nemo_oprd.models.megatron.experts import (
     expert_settings,
@@ -204,7 +206,7 @@ def build_from_provider(
         if span.last and not head:
             del model.output_layer
         if spec.latent is not None:
-            _prepare_latent_attention(model, spec.latent.norm_eps, role)
+            _prepare_latent_attention(model, spec.latent, role)
         if spec.experts is not None:
             use_routing_of(model, spec.experts)
             if layout.dispatcher == "allgather":
@@ -246,19 +248,28 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _prepare_latent_attention(model: Any, eps: float, role: Role) -> None:
+def _prepare_latent_attention(model: Any, latent: LatentAttention, role: Role) -> None:
     """Sets in multi-latent attention what Megatron does not take from its settings.
 
     The norms of the narrow states get their epsilon: Megatron has one for all norms. The projections to the narrow
     states, which every tensor rank holds, get the ranks' group, by which a checkpoint tells the copies apart.
+
+    Raises:
+        ValueError: the softmax's scale is not transformers'.
     """
     for layer in model.decoder.layers:
+        scale = layer.self_attention.softmax_scale
+        if not math.isclose(scale, latent.scale, rel_tol=1e-6):
+            raise ValueError(
+                f"Megatron-Bridge multiplies the products of queries and keys by {scale:g}, transformers by "
+                f"{latent.scale:g}; expected the same: choose a model with other RoPE settings"
+            )
         for name in ("q", "kv"):
             down, up = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("down", "up"))
             if down is not None:
                 down._tp_group = role.groups.tp
             if hasattr(up, "layer_norm_weight"):
-                up.eps = eps
+                up.eps = latent.norm_eps
 
 
 def _check_attention(model: Any, provider: str) -> None:

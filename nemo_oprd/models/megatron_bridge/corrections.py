@@ -18,16 +18,13 @@ def correct(provider: Any, complete: dict, rope: Rope) -> None:
         complete: the HF config with transformers' defaults filled in.
         rope: as parsed from it.
     """
-    latent = getattr(provider, "multi_latent_attention", False)
-    if not latent:
-        # 0.6.2 reads the share where transformers 4 had it in most families, else rotates all channels
-        provider.rotary_percent = rope.share
-    if latent:
-        provider.rope_type = "yarn" if rope.kind == "yarn" else "rope"
-        provider.rotary_percent = 1.0
+    # 0.6.2 reads the share where transformers 4 had it in most families, else rotates all channels
+    provider.rotary_percent = rope.share
     # transformers leaves out the layers for multi-token prediction, which stand behind the model's own
     provider.mtp_num_layers = None
-    if rope.kind == "yarn" and not latent:
+    if getattr(provider, "multi_latent_attention", False):
+        _set_latent_rope(provider, rope)
+    elif rope.kind == "yarn":
         _set_yarn(provider, rope)
     kinds = complete.get("layer_types")
     if kinds and getattr(provider, "window_size", None) is not None:
@@ -37,6 +34,20 @@ def correct(provider: Any, complete: dict, rope: Rope) -> None:
     limit = complete.get("swiglu_limit")
     if limit is not None:
         provider.activation_func_clamp_value = limit
+
+
+def _set_latent_rope(provider: Any, rope: Rope) -> None:
+    """The rotation of multi-latent attention, which is YaRN's in Megatron-Bridge also where the config has none."""
+    provider.rope_type, provider.rotary_base = "rope", rope.theta
+    if rope.kind != "yarn":
+        return
+    provider.rope_type = "yarn"
+    provider.rotary_scaling_factor = rope.get("factor")
+    provider.original_max_position_embeddings = rope.get("original_max_position_embeddings")
+    for name in ("beta_fast", "beta_slow"):
+        if rope.get(name) is not None:
+            setattr(provider, name, rope.get(name))
+    provider.mscale, provider.mscale_all_dim = rope.get("mscale") or 1.0, rope.get("mscale_all_dim") or 0.0
 
 
 def _set_yarn(provider: Any, rope: Rope) -> None:

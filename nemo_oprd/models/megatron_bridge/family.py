@@ -46,7 +46,7 @@ class BridgeModel:
     complete: dict  # the HF config with transformers' defaults filled in
     rope: Rope
     shapes: dict[str, tuple[int, ...]]  # of every parameter and every router's bias, by transformers' name
-    narrow_eps: float | None  # of the norms of multi-latent attention's narrow states; None: there are none
+    latent: tuple[float, float] | None  # of multi-latent attention: see `_check_norms`; None: there is none
     mappings: tuple[ParamMapping, ...]  # of all parameters, one per kind
 
 
@@ -133,10 +133,10 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
     provider, layers = found.provider, found.provider.num_layers
     parts: dict[str, Any] = {}
     if getattr(provider, "multi_latent_attention", False):
-        ranks = provider.q_lora_rank or None, provider.kv_lora_rank
-        parts["latent"] = LatentAttention(
-            *ranks, provider.qk_head_dim, provider.qk_pos_emb_head_dim, provider.v_head_dim, found.narrow_eps
-        )
+        assert found.latent is not None
+        ranks = provider.q_lora_rank, provider.kv_lora_rank
+        sizes = provider.qk_head_dim, provider.qk_pos_emb_head_dim, provider.v_head_dim
+        parts["latent"] = LatentAttention(*ranks, *sizes, *found.latent)
     else:
         norm = found.shapes.get("model.layers.0.self_attn.q_norm.weight")
         parts["whole_qk_norm"] = norm is not None and norm != (provider.kv_channels,)
@@ -192,11 +192,11 @@ def _bridge_model(text: str) -> BridgeModel:
     correct(provider, complete, rope)
     model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
     _check_same_computation(provider, model, hf_config.get("architectures"))
-    narrow_eps = _check_norms(provider, model)
+    latent = _check_norms(provider, model)
     stored = {*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name.endswith(_BIAS))}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
     mappings = translate(bridge._model_bridge.mapping_registry(), provider, shapes)
-    return BridgeModel(provider, complete, rope, shapes, narrow_eps, mappings)
+    return BridgeModel(provider, complete, rope, shapes, latent, mappings)
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:
@@ -246,7 +246,9 @@ def _check_same_computation(provider: Any, model: Any, architectures: Any) -> No
     ours = provider.activation_func(points)
     gates = [module for module in model.modules() if hasattr(module, "limit") and hasattr(module, "_apply_gate")]
     if gates:  # gate and up take turns; both are clamped
-        activations = [lambda x, gate=gate: gate._apply_gate(torch.stack([x, x.flip(0)], -1).flatten()) for gate in gates]
+        activations = [
+            lambda x, gate=gate: gate._apply_gate(torch.stack([x, x.flip(0)], -1).flatten()) for gate in gates
+        ]
         limit = provider.activation_func_clamp_value
         clamped = provider.activation_func(points.clamp(max=limit))
         ours = clamped * (points.flip(0).clamp(-limit, limit) + provider.glu_linear_offset)
@@ -259,8 +261,8 @@ def _check_same_computation(provider: Any, model: Any, architectures: Any) -> No
         )
 
 
-def _check_norms(provider: Any, model: Any) -> float | None:
-    """The epsilon of the norms of multi-latent attention's narrow states; None if there are none.
+def _check_norms(provider: Any, model: Any) -> tuple[float, float] | None:
+    """The epsilon of the norms of multi-latent attention's narrow states, and its softmax's scale; None without it.
 
     Raises:
         ValueError: another norm of transformers' model has another epsilon than Megatron-Bridge gives all norms.
@@ -277,7 +279,7 @@ def _check_norms(provider: Any, model: Any) -> float | None:
                 f"transformers' {name} has the epsilon {eps}, Megatron-Bridge's {provider.layernorm_epsilon}; expected "
                 "the same: choose another model"
             )
-    return narrow
+    return None if narrow is None else (narrow, float(model.model.layers[0].self_attn.scaling))
 
 
 def import_bridge(key: str) -> Any:
@@ -301,6 +303,8 @@ def refuse_unsupported(provider: Any, model_type: str) -> None:
     if getattr(provider, "softmax_type", "vanilla") != "vanilla":
         found.append("another softmax")
     found = [what for what in found if what not in accepted]
+    if getattr(provider, "multi_latent_attention", False) and not provider.q_lora_rank:
+        found.append("queries that are projected directly (q_lora_rank=null)")
     if getattr(provider, "position_embedding_type", None) not in ("rope", "yarn"):
         found.append(f"position_embedding_type={getattr(provider, 'position_embedding_type', None)!r}")
     if found:

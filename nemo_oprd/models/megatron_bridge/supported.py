@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _EXPERTS, _MTP = "experts", "layers for multi-token prediction"
+_LATENT = frozenset((_EXPERTS, _MTP, "multi-latent attention"))
 # the softmax and the gated activation of gpt-oss; the last three are fields of a provider
 _GPT_OSS = (
     _EXPERTS, "sliding-window attention", "another softmax", "softmax_type", "glu_linear_offset",
@@ -34,6 +35,6 @@ KINDS: dict[str, Kind] = {
     "olmoe": Kind(frozenset((_EXPERTS,))),
     "gpt_oss": Kind(frozenset(_GPT_OSS), ("default", "yarn")),
     "glm4_moe": Kind(frozenset((_EXPERTS, _MTP))),
-    "deepseek_v3": Kind(frozenset((_EXPERTS, _MTP, "multi-latent attention"))),
-    "glm4_moe_lite": Kind(frozenset((_EXPERTS, _MTP, "multi-latent attention"))),
+    "deepseek_v3": Kind(_LATENT, ("default", "yarn")),
+    "glm4_moe_lite": Kind(_LATENT, ("default", "yarn")),
 }
