@@ -72,8 +72,8 @@ class ModelSpec:
     """The architecture of one model, independent of any layout. `experts` is None for a model without any.
 
     `family` has the weight mappings. `gated` says whether the feed-forward block multiplies two products of its input
-    (a gate and a value), `norm_bias` whether norms have a bias; `latent` is None for ordinary attention; `windowed` says
-    for each layer whether a token attends to itself and the `window` - 1 tokens before it only (empty: in none);
+    (a gate and a value), `norm_bias` whether norms have a bias; `latent` is None for ordinary attention; `windowed`
+    says for each layer whether a token attends to itself and the `window` - 1 tokens before it only (empty: in none);
     `sinks` whether each head's softmax has a further, learned term in its sum; `whole_qk_norm` whether queries and keys
     are normed over all heads together. Only families of Megatron-Bridge differ in these.
     """
@@ -135,13 +135,13 @@ class ModelSpec:
         """Raises ValueError, naming the configuration `key`, if attention cannot be split over so many ranks."""
         if tensor > 1 and self.whole_qk_norm:
             raise ValueError(
-                f"{key}.tensor={tensor}, but the {self.model_type} model norms the queries of all heads together, which "
-                f"Megatron-Bridge does not split; expected 1: use {key}.pipeline or {key}.expert"
+                f"{key}.tensor={tensor}, but the {self.model_type} model norms the queries of all heads together, "
+                f"which Megatron-Bridge does not split; expected 1: use {key}.pipeline or {key}.expert"
             )
         if context > 1 and (self.sinks or any(self.windowed)):
             raise ValueError(
-                f"{key}.context={context}, but the {self.model_type} model has sliding windows or a learned term in its "
-                "softmax, which Transformer Engine's ring attention does not have; expected 1: use "
+                f"{key}.context={context}, but the {self.model_type} model has sliding windows or a learned term in "
+                "its softmax, which Transformer Engine's ring attention does not have; expected 1: use "
                 f"{key}.tensor or {key}.pipeline"
             )
 
@@ -162,8 +162,8 @@ class ModelSpec:
             )
         if self.experts.biases and expert_tensor > 1:
             raise ValueError(
-                f"{key}.expert_tensor={expert_tensor}, but the experts of the {self.model_type} model have biases, which "
-                f"every rank would add; expected 1: use {key}.expert"
+                f"{key}.expert_tensor={expert_tensor}, but the experts of the {self.model_type} model have biases, "
+                f"which every rank would add; expected 1: use {key}.expert"
             )
         if self.experts.ffn_size % expert_tensor:
             raise ValueError(
@@ -352,7 +352,8 @@ def stacked_part(name: str) -> tuple[str, int | None]:
 
 def stack_parts(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Joins the parts of tensors (see `stacked_part`), which come one after the other; others pass through."""
-    whole, parts = "", []
+    whole = ""
+    parts: list[torch.Tensor] = []
     for name, tensor in stream:
         stored, index = stacked_part(name)
         if parts and stored != whole:

@@ -149,8 +149,8 @@ def check_router_settings(config: Config, student: ModelSpec) -> None:
             )
         if value and name != "router_dtype" and not student.family.own:
             raise ValueError(
-                f"student.{name}={str(value).lower()} for a {student.model_type} student, which Megatron-Bridge builds: "
-                "its routers' losses and replay were compared with no other program; expected a family of this "
+                f"student.{name}={str(value).lower()} for a {student.model_type} student, which Megatron-Bridge "
+                "builds: its routers' losses and replay were compared with no other program; expected a family of this "
                 f"project's own: leave student.{name} out"
             )
     if config.student.router_replay and student.rope.switch is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from golden_runs import GOLDEN
-from megatron_bridge_environment import run
+from megatron_bridge_environment import PYTHON, run
 from megatron_bridge_family_cases import COMMON, EXPERT_FAMILIES
 from safetensors.torch import load_file
 
@@ -63,6 +63,8 @@ def parameters(cases: list[Any], quick: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def models(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if "version = 3.11" in (PYTHON.parent.parent / "pyvenv.cfg").read_text():
+        pytest.skip("Megatron-Bridge 0.3 (Python 3.11): families with experts are refused")
     root = tmp_path_factory.mktemp("experts")
     run(megatron_bridge, 0, CASES, "make_models", directory=str(root), families=list(EXPERT_FAMILIES))
     return root

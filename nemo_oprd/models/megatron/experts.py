@@ -4,11 +4,12 @@ Megatron's `MoELayer` does the work: its router's linear layer, its dispatchers 
 Transformer Engine's grouped ones). This module replaces two parts of it.
 
 - `Router` chooses experts as the HF models do: in most, softmax over all experts in float32, the K largest, and then
-  perhaps the division by their sum (`route` has the others). Megatron's own order (the K largest logits first) breaks ties differently, because logits that
-  differ can have equal probabilities. It also keeps each microbatch's choice, so that a layer that is computed again in
-  the backward pass sends every token to the same experts: two experts of nearly equal probability may change places
-  when a product is computed again in another order. For the same reason it can use experts that the rollout engine has
-  recorded. Losses and metrics of the router are attached by an observer (`routes.py`).
+  perhaps the division by their sum (`route` has the others). Megatron's own order (the K largest logits first) breaks
+  ties differently, because logits that differ can have equal probabilities. It also keeps each microbatch's choice, so
+  that a layer that is computed again in the backward pass sends every token to the same experts: two experts of nearly
+  equal probability may change places when a product is computed again in another order. For the same reason it can use
+  experts that the rollout engine has recorded. Losses and metrics of the router are attached by an observer
+  (`routes.py`).
 - `PaddedAllGather` is Megatron's allgather dispatcher for ranks with different numbers of tokens, which packs have.
 
 Shapes: N tokens of this rank, E experts, K experts per token.
@@ -36,7 +37,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nemo_oprd.models.architecture import Experts
 from nemo_oprd.models.megatron.router_replay import Routes
-
 
 # in the sum by which DeepSeek-V3 and GLM 4.5 divide weights
 _TINY = 1e-20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -48,7 +49,7 @@ def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter
     return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
 
 
-def named_weights(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
+def named_weights(chunks: Sequence[GPTModel]) -> dict[str, Any]:
     """As `named_parameters`, and the routers' biases, which are buffers: weights that a checkpoint has."""
     biases = {
         local_name(chunk, name): buffer

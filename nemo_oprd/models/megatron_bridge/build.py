@@ -198,7 +198,7 @@ def build_from_provider(
         block = made.transformer_layer_spec
         if isinstance(block, functools.partial) and "pp_rank" in inspect.signature(block).parameters:
             # it would ask Megatron's global groups for the stage
-            made.transformer_layer_spec = functools.partial(block, pp_rank=role.groups.pp.rank())
+            made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
         made.finalize()
         model = made.provide(span.first, span.last, span.virtual_stage(layout))
         _check_attention(model, type(made).__name__)
@@ -267,8 +267,8 @@ def _prepare_latent_attention(model: Any, latent: LatentAttention, role: Role) -
         for name in ("q", "kv"):
             down, up = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("down", "up"))
             if down is not None:
-                down._tp_group = role.groups.tp
-            if hasattr(up, "layer_norm_weight"):
+                down._tp_group = role.member_groups.tp
+            if up is not None and hasattr(up, "layer_norm_weight"):
                 up.eps = latent.norm_eps
 
 
@@ -293,7 +293,7 @@ def _check_parameters(chunks: list[Any], spec: ModelSpec, role: Role, depth: int
     mappings, built = mappings_by_name(spec), named_weights(chunks)
     here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
     local = spec.experts.count // role.layout.expert if spec.experts is not None else 0
-    first = local * role.groups.ep.rank() if local else 0
+    first = local * role.member_groups.ep.rank() if local else 0
     expected = {
         name
         for name, mapping in mappings.items()

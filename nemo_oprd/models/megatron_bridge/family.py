@@ -31,7 +31,7 @@ from nemo_oprd.models.architecture import (
 from nemo_oprd.models.megatron_bridge.corrections import correct
 from nemo_oprd.models.megatron_bridge.mappings import shape_of, translate
 from nemo_oprd.models.megatron_bridge.provider_fields import MODEL, REFUSED, changed
-from nemo_oprd.models.megatron_bridge.supported import KINDS
+from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION
 from nemo_oprd.models.rope import Rope, parse_rope
 
 _SOURCE = "config.json: "  # before messages, until `bridge_model` says which file
@@ -294,11 +294,18 @@ def import_bridge(key: str) -> Any:
     return AutoBridge
 
 
+def _is_new_enough() -> bool:
+    """Whether families with special parts were compared with the installed Megatron-Bridge."""
+    from megatron.bridge.package_info import __version__
+
+    return tuple(int(part) for part in __version__.split(".")[:2]) >= NEEDED_VERSION
+
+
 def refuse_unsupported(provider: Any, model_type: str) -> None:
     """Raises ValueError for a provider of a model whose layers, head or weights this project does not handle."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    accepted = KINDS[model_type].parts if model_type in KINDS else frozenset()
+    accepted = KINDS[model_type].parts if model_type in KINDS and _is_new_enough() else frozenset()
     found = [what for what, names in REFUSED.items() if any(getattr(provider, name, None) for name in names)]
     if getattr(provider, "softmax_type", "vanilla") != "vanilla":
         found.append("another softmax")

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
 from nemo_oprd.runtime.files import read_json, replacing_directory
 
-
 # tensors that transformers keeps in float32 in models of any dtype: the biases of routers
 FLOAT32 = "e_score_correction_bias"
 

@@ -166,8 +166,7 @@ class MegatronCheckpoint:
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._last:
             if f"{name}[0]" in self._parameter_of:
-                parts = [part for part in self._parameter_of if stacked_part(part)[0] == name]
-                return torch.stack([self[part] for part in parts])
+                return torch.stack([self[part] for part in self._parameter_of if stacked_part(part)[0] == name])
             if name not in self._parameter_of:
                 raise ValueError(f"{self.path}: no tensor {name!r}; expected an HF name such as {self.keys()[0]!r}")
             self._last = {}  # free the memory before the next parameter is read
