@@ -205,13 +205,7 @@ def build_from_provider(
         model.vp_stage = span.virtual_stage(layout)
         if span.last and not head:
             del model.output_layer
-        if spec.latent is not None:
-            _prepare_latent_attention(model, spec.latent, role)
-        if spec.experts is not None:
-            use_routing_of(model, spec.experts)
-            if layout.dispatcher == "allgather":
-                use_padded_all_gather(model, role.groups)
-            release_weights_after_forward(model)
+        _prepare_special_parts(model, spec, role)
         chunks.append(model.to(device()))
     adopt(chunks)
     for span, chunk in zip(chunk_spans(spec, role), chunks, strict=True):
@@ -246,6 +240,17 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
         "moe_expert_capacity_factor": None,
         **float32,
     }
+
+
+def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
+    """Makes latent attention and experts compute as in transformers; raises ValueError where they can't."""
+    if spec.latent is not None:
+        _prepare_latent_attention(model, spec.latent, role)
+    if spec.experts is not None:
+        use_routing_of(model, spec.experts)
+        if role.layout.dispatcher == "allgather":
+            use_padded_all_gather(model, role.groups)
+        release_weights_after_forward(model)
 
 
 def _prepare_latent_attention(model: Any, latent: LatentAttention, role: Role) -> None:
