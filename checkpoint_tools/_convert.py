@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import Family, ModelSpec, read_model_spec
-from nemo_oprd.models.architecture import GateUp, Vocabulary
+from nemo_oprd.models.architecture import GateUp, Vocabulary, stack_parts
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron_bridge_config import write_run_config
 from nemo_oprd.models.weights.hf import HFCheckpoint, owner_stage
@@ -133,7 +133,7 @@ def megatron_to_hf(
         raise ValueError(f"{file} names the dtype {named!r}; give one of {', '.join(DTYPES)}")
     names = tqdm(checkpoint.keys(), desc="Megatron to HF", unit="tensor", disable=not progress)
     stream = ((name, checkpoint[name]) for name in names)
-    write_hf_model(stream, checkpoint.hf_directory, target, written, max_shard_bytes)
+    write_hf_model(stack_parts(stream), checkpoint.hf_directory, target, written, max_shard_bytes)
 
 
 def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory: Path, progress: bool) -> torch.dtype:

@@ -33,6 +33,7 @@ COMMANDS = {
     "data": "what a run would do to its prompts: suffix, held-out problems, duplicates, contamination; needs no model",
     "plan": "what a training run needs on a number of GPUs: memory, operations, bytes, seconds; config.json is enough",
     "rehearse": "two steps of some ranks at full size on fake CUDA tensors: memory, waits, mistakes; needs no GPU",
+    "families": "which model families run, who builds them, with which layouts they were tried, what is refused",
     "toy": "make a small student-teacher pair and its prompts",
     "report": "one HTML page of curves from one or several runs",
     "compare": "how far students' next-token distributions are from their teacher's, on its responses and on their own",

@@ -14,7 +14,8 @@ E experts of a layer, K experts that a token visits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,41 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture-of-experts layers of a model."""
+    """The mixture-of-experts layers of a model.
+
+    `score` is what a router makes of its logits: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen",
+    whose K experts are those of the largest logits. With `groups` above 1, experts are chosen from the `chosen_groups`
+    groups whose two best experts have the largest sum. A router may add a fixed bias to the scores by which it chooses;
+    the bias is a tensor of the checkpoint. Only families of Megatron-Bridge have other values than the defaults.
+    """
 
     count: int  # experts of a layer, E
     per_token: int  # experts that a token visits, K
     ffn_size: int  # of an expert
     normalized: bool  # whether the weights of a token's K experts are divided by their sum
     sparse: tuple[bool, ...]  # for each layer, whether it has experts; others have an ordinary feed-forward block
+    score: str = "softmax"
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0  # multiplies the weights of a token's experts
+    shared_ffn_size: int = 0  # of the expert that every token visits; 0: there is none
+    biases: bool = False  # whether experts have biases
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-latent attention: queries, and keys with values, are projected from narrow states that are normed.
+
+    Keys and queries have `rotated` channels with RoPE, which all heads' keys share, and `plain` ones without.
+    """
+
+    query_rank: int  # channels of the queries' narrow state
+    key_rank: int  # of that of keys and values
+    plain: int
+    rotated: int
+    value: int  # channels of a value
+    norm_eps: float  # of the norms of the narrow states, which in some families is not that of the others
+    scale: float  # multiplies products of queries and keys; some kinds of RoPE change it
 
 
 @dataclass(frozen=True)
@@ -43,7 +72,10 @@ class ModelSpec:
     """The architecture of one model, independent of any layout. `experts` is None for a model without any.
 
     `family` has the weight mappings. `gated` says whether the feed-forward block multiplies two products of its input
-    (a gate and a value), `norm_bias` whether norms have a bias; only families of Megatron-Bridge differ there.
+    (a gate and a value), `norm_bias` whether norms have a bias; `latent` is None for ordinary attention; `windowed`
+    says for each layer whether a token attends to itself and the `window` - 1 tokens before it only (empty: in none);
+    `sinks` whether each head's softmax has a further, learned term in its sum; `whole_qk_norm` whether queries and keys
+    are normed over all heads together. Only families of Megatron-Bridge differ in these.
     """
 
     family: Family = field(compare=False, repr=False)
@@ -67,6 +99,16 @@ class ModelSpec:
     experts: Experts | None = None
     gated: bool = True
     norm_bias: bool = False
+    latent: LatentAttention | None = None
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    sinks: bool = False
+    whole_qk_norm: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """The channels of a head of which RoPE rotates `rope.share`."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer `layer` (1-based) has experts."""
@@ -81,11 +123,27 @@ class ModelSpec:
         """Raises ValueError, naming the configuration `key`, if `size` does not divide heads, groups and F."""
         dense = self.experts is None or not all(self.experts.sparse)
         sizes = {"attention heads": self.num_heads, "key/value heads": self.num_kv_heads}
-        for what, value in (sizes | ({"feed-forward size": self.ffn_size} if dense else {})).items():
+        sizes |= {"feed-forward size": self.ffn_size} if dense else {}
+        sizes |= {"shared expert's size": self.experts.shared_ffn_size} if self.experts is not None else {}
+        for what, value in sizes.items():
             if value % size:
                 raise ValueError(
                     f"{key}={size} does not divide the model's {value} {what}; choose a divisor of {value}"
                 )
+
+    def check_attention_parallel(self, tensor: int, context: int, key: str) -> None:
+        """Raises ValueError, naming the configuration `key`, if attention cannot be split over so many ranks."""
+        if tensor > 1 and self.whole_qk_norm:
+            raise ValueError(
+                f"{key}.tensor={tensor}, but the {self.model_type} model norms the queries of all heads together, "
+                f"which Megatron-Bridge does not split; expected 1: use {key}.pipeline or {key}.expert"
+            )
+        if context > 1 and (self.sinks or any(self.windowed)):
+            raise ValueError(
+                f"{key}.context={context}, but the {self.model_type} model has sliding windows or a learned term in "
+                "its softmax, which Transformer Engine's ring attention does not have; expected 1: use "
+                f"{key}.tensor or {key}.pipeline"
+            )
 
     def check_expert_parallel(self, expert: int, expert_tensor: int, key: str) -> None:
         """Raises ValueError, naming the configuration `key`, unless the experts can be split this way."""
@@ -101,6 +159,11 @@ class ModelSpec:
             raise ValueError(
                 f"{key}.expert={expert} does not divide the model's {self.experts.count} experts; choose a divisor of "
                 f"{self.experts.count}"
+            )
+        if self.experts.biases and expert_tensor > 1:
+            raise ValueError(
+                f"{key}.expert_tensor={expert_tensor}, but the experts of the {self.model_type} model have biases, "
+                f"which every rank would add; expected 1: use {key}.expert"
             )
         if self.experts.ffn_size % expert_tensor:
             raise ValueError(
@@ -182,6 +245,18 @@ class RowParallel(Form):
     axis = 1
 
 
+class TransposedRowParallel(RowParallel):
+    """Stored as [inputs, outputs]; Megatron has [outputs, inputs], split along the inputs."""
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """[F, D] -> [D, F]."""
+        return tensors[0].T
+
+    def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """[D, F] -> [F, D]."""
+        return (tensor.T,)
+
+
 class Vocabulary(Form):
     """Embedding and head: padded with zero rows to a multiple of 128 per TP rank, then split along them."""
 
@@ -245,14 +320,64 @@ class GateUp(Form):
         return concatenated([gate for gate, _ in halves] + [up for _, up in halves])
 
 
+class InterleavedGateUp(GateUp):
+    """One tensor [D, 2F], or [2F] of biases, of which gate has the even columns and up the odd ones -> as `GateUp`."""
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """[D, 2F] -> [2F, D]."""
+        rows = tensors[0].T if tensors[0].dim() == 2 else tensors[0]
+        return concatenated([rows[::2], rows[1::2]])
+
+    def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """[2F, D] -> [D, 2F]."""
+        gate, up = tensor.chunk(2)
+        columns = concatenated([gate.unsqueeze(-1), up.unsqueeze(-1)], -1)  # [F, D, 2] or [F, 2]
+        return (columns.movedim(-1, 1).flatten(0, 1).T if tensor.dim() == 2 else columns.flatten(),)
+
+
+_PART = re.compile(r"(.+)\[(\d+)\]")
+
+
+def stacked_part(name: str) -> tuple[str, int | None]:
+    """An HF name in a mapping -> (the tensor in the files, which index of its first dimension; None: all of it).
+
+    A mapping names so the experts of a layer which the files hold in one tensor.
+
+    >>> stacked_part("model.layers.0.mlp.experts.down_proj[3]")
+    ('model.layers.0.mlp.experts.down_proj', 3)
+    """
+    found = _PART.fullmatch(name)
+    return (name, None) if found is None else (found[1], int(found[2]))
+
+
+def stack_parts(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Joins the parts of tensors (see `stacked_part`), which come one after the other; others pass through."""
+    whole = ""
+    parts: list[torch.Tensor] = []
+    for name, tensor in stream:
+        stored, index = stacked_part(name)
+        if parts and stored != whole:
+            yield whole, concatenated(parts)
+            parts = []
+        if index is None:
+            yield name, tensor
+            continue
+        assert index == len(parts), f"{name} comes after {len(parts)} parts"
+        whole = stored
+        parts.append(tensor[None])
+    if parts:
+        yield whole, concatenated(parts)
+
+
 @dataclass(frozen=True)
 class ParamMapping:
     """One Megatron parameter: its name, the HF tensors that it consists of, and how they are joined and split.
 
     Names of layer parameters contain `{layer}`, which is 0-based over the whole model in HF and in Megatron names (a
     pipeline stage translates its local index before it looks up a mapping). `present` says whether a model has the
-    parameter, `sparse` which layers have it: those with experts, those without, or (None) all. Names of an expert's
-    parameters contain `{expert}`, too, 0-based over all experts of the layer.
+    parameter, `sparse` which layers have it: those with experts, those without, or (None) all; `layers` names them one
+    by one (0-based) instead. Names of an expert's parameters contain `{expert}`, too, 0-based over all experts of the
+    layer. An HF name may be a part of a tensor, see `stacked_part`.
 
     Attributes:
         layer, expert: where this parameter is, once the names are filled in; None outside layers and experts.
@@ -265,6 +390,7 @@ class ParamMapping:
     sparse: bool | None = None
     layer: int | None = None
     expert: int | None = None
+    layers: frozenset[int] | None = None
 
     def at(self, layer: int, expert: int | None = None) -> ParamMapping:
         """The mapping with the names of one layer and expert (both 0-based) filled in."""
@@ -275,6 +401,8 @@ class ParamMapping:
     def in_layer(self, layer: int, spec: ModelSpec) -> list[ParamMapping]:
         """The mappings of this kind of one layer (0-based): none, one, or one per expert."""
         if self.sparse is not None and self.sparse != spec.is_sparse(layer + 1):
+            return []
+        if self.layers is not None and layer not in self.layers:
             return []
         if "{expert}" not in self.megatron:
             return [self.at(layer)]

@@ -100,6 +100,7 @@ def check_layouts(
     for role, spec, layout in roles:
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
         spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role}.parallel")
+        spec.check_attention_parallel(layout.tensor, layout.context, f"{role}.parallel")
         layout.layers_per_stage(spec.num_layers)
     check_experts_train(student, student_layout)
     check_router_settings(config, student)
@@ -164,6 +165,12 @@ def check_router_settings(config: Config, student: ModelSpec) -> None:
             raise ValueError(
                 f"student.{name}={str(value).lower()}, but the {student.model_type} student has no experts; expected "
                 f"a model with experts: leave student.{name} out, or choose another model"
+            )
+        if value and name != "router_dtype" and not student.family.own:
+            raise ValueError(
+                f"student.{name}={str(value).lower()} for a {student.model_type} student, which Megatron-Bridge "
+                "builds: its routers' losses and replay were compared with no other program; expected a family of this "
+                f"project's own: leave student.{name} out"
             )
     if config.student.router_replay and student.rope.switch is not None:
         raise ValueError(

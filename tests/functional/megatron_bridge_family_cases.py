@@ -22,6 +22,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("NemotronConfig", {"head_dim": 8, "partial_rotary_factor": 0.5}),
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": None, "rope_theta": 50000.0}),
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}  # fmt: skip
+_SIGMOID = {
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "tie_word_embeddings": False,
+}  # fmt: skip
+_GROUPS = {"n_group": 4, "topk_group": 2}
+# Experts, and kinds of attention: norms over all heads; windows of four tokens, a term in the softmax, biases, YaRN;
+# half of the channels rotated (which Megatron-Bridge 0.6.2 does not read), groups of experts and a bias for choosing;
+# latent attention with YaRN, and with another epsilon in its norms.
+EXPERT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": (
+        "OlmoeConfig",
+        {"num_key_value_heads": 4, "intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "sliding_window": 4, "rope_parameters": {**_YARN, "truncate": False}, "tie_word_embeddings": False,
+        },
+    ),
+    "glm4_moe": ("Glm4MoeConfig", {**_SIGMOID, **_GROUPS, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_SIGMOID, **_GROUPS, **_LATENT,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_SIGMOID, **_LATENT, "rms_norm_eps": 1e-5}),
+}  # fmt: skip
 # ids 0 to 60, as in the golden rollouts; an odd number of layers
 COMMON = {
     "vocab_size": 61,
@@ -36,19 +71,23 @@ COMMON = {
 }
 
 
-def make_models(directory: str) -> None:
+def make_models(directory: str, families: list[str]) -> None:
     """DIRECTORY/FAMILY/student of three layers and DIRECTORY/FAMILY/teacher of four, with random weights."""
     import transformers
 
-    for family, (config, settings) in FAMILIES.items():
+    for family in families:
+        config, settings = {**FAMILIES, **EXPERT_FAMILIES}[family]
         for role, layers in (("student", 3), ("teacher", 4)):
             torch.manual_seed(layers)
-            made = getattr(transformers, config)(**COMMON, **settings, num_hidden_layers=layers)
+            made = getattr(transformers, config)(**COMMON | settings, num_hidden_layers=layers)
             model = transformers.AutoModelForCausalLM.from_config(made)
             for name, parameter in model.named_parameters():
                 torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.2)
-                if "norm" in name and family == "mistral":  # the other two add 1 to the stored weight
+                if "norm" in name and family not in ("gemma", "nemotron"):  # these two add 1 to the stored weight
                     parameter.data += 1
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    torch.nn.init.normal_(buffer, std=0.2)
             model.save_pretrained(Path(directory) / family / role)
 
 
@@ -100,6 +139,19 @@ def train(runs: list[list[str]]) -> None:
         command(load_config("verify", overrides))
 
 
+def verify_and_train(runs: dict[str, list[str]], trained: list[list[str]]) -> None:
+    """`nemo-oprd verify` and then `nemo-oprd train`, each with lists of settings."""
+    verify(runs)
+    train(trained)
+
+
+def one_process(models: str, directory: str, cases: dict[str, list[str]]) -> None:
+    """DIRECTORY/FAMILY/back, and the messages in DIRECTORY/wrong.json and DIRECTORY/refused.json."""
+    convert_experts(models, directory)
+    built_wrongly(models, f"{directory}/wrong.json")
+    refusals(cases, f"{directory}/refused.json", ranks=2)
+
+
 def convert(models: str, directory: str) -> None:
     """Every family's student: to a Megatron checkpoint and back; Megatron-Bridge loads ours, and we read its own."""
     import nemo_bridge_cases as bridge_cases
@@ -137,7 +189,51 @@ def convert(models: str, directory: str) -> None:
             save_file({"logits": logits.contiguous()}, root / "loaded.safetensors")
 
 
-def refusals(cases: dict[str, list[str]], output: str) -> None:
+def convert_experts(models: str, directory: str) -> None:
+    """Students with experts: to a Megatron checkpoint and back."""
+    from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+
+    for family in EXPERT_FAMILIES:
+        source, root = Path(models) / family / "student", Path(directory) / family
+        kind = find_family("bridge", hf_path=str(source))
+        hf_to_megatron(source, root / "ours", tensor=1 if family == "olmoe" else 2, family=kind, progress=False)
+        megatron_to_hf(root / "ours", root / "back", family=kind, progress=False)
+
+
+def built_wrongly(models: str, output: str) -> None:
+    """Family -> the message for a model as Megatron-Bridge builds it, with one of its fields as it sets them."""
+    from nemo_oprd.models.megatron_bridge import build
+
+    found = {}
+    for family, field, value in (
+        ("glm4_moe", "rotary_percent", 1.0),
+        ("gpt_oss", "yarn_rotary_scaling_factor", 32.0),
+        ("deepseek_v3", "mscale_all_dim", 0.0),
+    ):
+        found[f"{family} {field}"] = _message_with(models, family, field, value, build)
+    Path(output).write_text(json.dumps(found))
+
+
+def _message_with(models: str, family: str, field: str, value: Any, build: Any) -> str:
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+
+    directory = Path(models) / family / "student"
+    init_distributed()
+    spec = read_model_spec(directory, find_family("bridge", hf_path=str(directory)))
+    provider = build.make_provider("student.provider", "bridge", directory)
+    setattr(provider, field, value)
+    try:
+        build.build_from_provider(provider, spec, make_role("student", Layout()), torch.float32)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def refusals(cases: dict[str, list[str]], output: str, ranks: int = 1) -> None:
     """The messages of `preflight` and of building the models."""
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.setup.models import distiller_for
@@ -147,7 +243,7 @@ def refusals(cases: dict[str, list[str]], output: str) -> None:
     for name, overrides in cases.items():
         try:
             config = load_config("verify", overrides)
-            preflight(config, 1, "train")
+            preflight(config, ranks, "train")
             distiller_for(config)
             found[name] = "no error"
         except ValueError as error:

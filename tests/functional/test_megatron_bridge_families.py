@@ -51,7 +51,7 @@ RUNS = {f"{family}, {layout}": (family, layout) for family in FAMILIES for layou
 def models(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FAMILY/{student,teacher}, written by Megatron-Bridge's version of transformers."""
     root = tmp_path_factory.mktemp("families")
-    run(megatron_bridge, 0, CASES, "make_models", directory=str(root))
+    run(megatron_bridge, 0, CASES, "make_models", directory=str(root), families=list(FAMILIES))
     return root
 
 

@@ -128,7 +128,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     import torch.distributed as dist
 
     from nemo_oprd.models.megatron.parallel import device
-    from nemo_oprd.models.megatron.param_names import mappings_by_name
+    from nemo_oprd.models.weights.hf import hf_names
     from nemo_oprd.rollout.vllm import transport, weight_push
     from nemo_oprd.rollout.vllm.controlled import Controlled
     from nemo_oprd.rollout.vllm.placement import place_servers
@@ -140,7 +140,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     places = place_servers(settings, machines, [str(rank % gpus_per_node) for rank in ranks], students)
     near = [place for place in places if place.controller == dist.get_rank() and place.transport != "group"]
     own: Any = {number: SimpleNamespace(number=number, generation=1) for number in (place.number for place in near)}
-    names = {name for mapping in mappings_by_name(student.spec).values() for name in mapping.hf}
+    names = set(hf_names(student.spec))
     mine = Controlled(own, folder=transport.SharedFolder() if own else None)
     calls = UpdateCalls(None, places, len(names), lambda *_: None, settings.start_timeout, settings.request_timeout)
 

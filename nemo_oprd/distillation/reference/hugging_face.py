@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from nemo_oprd.batch.types import Rollout
@@ -89,7 +90,10 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
             total = total + weight_of_layers * layer_shares[layer] * layer_loss
         total = total + weight_of_output * output.response_loss(student, teacher, rollout, teacher_weight)
         total.backward()
-    gradients = {**_gradients(student), **{name: p.grad for name, p in trained.items() if p.grad is not None}}
+    gradients = {
+        **_gradients(student, str(config.student.hf_path)),
+        **{name: p.grad for name, p in trained.items() if p.grad is not None},
+    }
     rep_loss = sum(layer_shares[layer] * per_layer[layer] for layer in layers)
     return {
         **({} if output.loss is None else {"output/loss": output.loss}),
@@ -125,18 +129,17 @@ def _routers(
     return RouterReference(student, model, rollouts, layers, lengths)
 
 
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of a transformers model by the names that its checkpoint has; that of each expert by itself."""
+def _gradients(model: Any, path: str) -> dict[str, torch.Tensor]:
+    """The gradients of a transformers model by the names in its files; that of each expert by itself."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if model.config.model_type not in FAMILIES:  # of Megatron-Bridge, and dense
-        return found
-    spec = parse_model_spec(model.config.to_dict())
-    if spec.experts is None:
-        return found
-    names = [name for mapping in spec.family.param_mappings(spec) for name in mapping.hf]
+    if model.config.model_type in FAMILIES:
+        spec = parse_model_spec(model.config.to_dict())
+        names = [name for mapping in spec.family.param_mappings(spec) for name in mapping.hf]
+    else:  # of Megatron-Bridge, which need not be installed here
+        names = [name for file in Path(path).glob("*.safetensors") for name in safe_open(file, "pt").keys()]  # noqa: SIM118
     gradients = {}
     for name in names:
-        held, expert, half = fused_name(name)
+        held, expert, half = (name, None, None) if name in found else fused_name(name)
         if held in found:
             gradient = found[held] if expert is None else found[held][expert]
             gradients[name] = gradient if half is None else gradient.chunk(2)[half]

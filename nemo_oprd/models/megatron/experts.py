@@ -3,12 +3,13 @@
 Megatron's `MoELayer` does the work: its router's linear layer, its dispatchers and its experts (sequential ones, or
 Transformer Engine's grouped ones). This module replaces two parts of it.
 
-- `Router` chooses experts as the HF models do: softmax over all experts in float32, the K largest, and then perhaps the
-  division by their sum. Megatron's own order (the K largest logits first) breaks ties differently, because logits that
-  differ can have equal probabilities. It also keeps each microbatch's choice, so that a layer that is computed again in
-  the backward pass sends every token to the same experts: two experts of nearly equal probability may change places
-  when a product is computed again in another order. For the same reason it can use experts that the rollout engine has
-  recorded. Losses and metrics of the router are attached by an observer (`routes.py`).
+- `Router` chooses experts as the HF models do: in most, softmax over all experts in float32, the K largest, and then
+  perhaps the division by their sum (`route` has the others). Megatron's own order (the K largest logits first) breaks
+  ties differently, because logits that differ can have equal probabilities. It also keeps each microbatch's choice, so
+  that a layer that is computed again in the backward pass sends every token to the same experts: two experts of nearly
+  equal probability may change places when a product is computed again in another order. For the same reason it can use
+  experts that the rollout engine has recorded. Losses and metrics of the router are attached by an observer
+  (`routes.py`).
 - `PaddedAllGather` is Megatron's allgather dispatcher for ranks with different numbers of tokens, which packs have.
 
 Shapes: N tokens of this rank, E experts, K experts per token.
@@ -36,6 +37,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from nemo_oprd.models.architecture import Experts
 from nemo_oprd.models.megatron.router_replay import Routes
 
+# in the sum by which DeepSeek-V3 and GLM 4.5 divide weights
+_TINY = 1e-20
+
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:
     """[N, E] -> the router's probabilities [N, E] in float32, or in float64 where the logits are."""
@@ -44,25 +48,44 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 def route(
     logits: torch.Tensor,
-    per_token: int,
+    rule: Experts,
     *,
-    normalized: bool,
+    bias: torch.Tensor | None = None,
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [N, E] -> (weights [N, K] in their dtype, experts int64 [N, K]), as transformers' Qwen3-MoE and Mixtral.
+    """Logits [N, E] -> (weights [N, K] in their dtype, experts int64 [N, K]), as transformers' models.
 
     Args:
-        normalized: whether a token's weights are divided by their sum.
-        choose: the K most probable experts int64 [N, K] -> the experts to use [N, K]; None uses the most probable ones.
+        rule: how experts are chosen and weighed.
+        bias: [E], added to the scores by which experts are chosen, not to their weights.
+        choose: the K best experts int64 [N, K] -> the experts to use [N, K]; None uses the best ones.
     """
-    every = probabilities(logits)
-    weights, experts = torch.topk(every, per_token, dim=-1)
-    if choose is not None:
-        experts = choose(experts)
-        weights = every.gather(1, experts)
-    if normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
+    if rule.score == "softmax_of_chosen":
+        experts = torch.topk(logits, rule.per_token, dim=-1).indices
+        experts = experts if choose is None else choose(experts)
+        return torch.softmax(logits.gather(1, experts), dim=-1), experts
+    sigmoid = rule.score == "sigmoid"
+    every = logits.sigmoid() if sigmoid else probabilities(logits)
+    preferred = every if bias is None else every + bias
+    experts = torch.topk(_in_best_groups(preferred, rule), rule.per_token, dim=-1).indices
+    experts = experts if choose is None else choose(experts)
+    weights = every.gather(1, experts)
+    if rule.normalized:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + _TINY if sigmoid else total)
+    if rule.scale != 1.0:
+        weights = weights * rule.scale
     return weights.to(logits.dtype), experts
+
+
+def _in_best_groups(preferred: torch.Tensor, rule: Experts) -> torch.Tensor:
+    """Scores [N, E], -inf for experts outside the groups of which `rule` chooses."""
+    if rule.groups == 1:
+        return preferred
+    grouped = preferred.unflatten(-1, (rule.groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(rule.chosen_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+    return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
 
 class _Float32Product(torch.autograd.Function):
@@ -88,19 +111,20 @@ class Router(TopKRouter):
     # of the microbatch; the layer around this module sets it for each pass
     routes: Routes | None = None
 
-    def __init__(self, *args: Any, normalized: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rule: Experts, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.normalized = normalized
+        self.rule = rule
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[S, B, D] -> logits [S, B, E]. Megatron's method would multiply float32 in TF32 with Transformer Engine.
 
         With `moe_router_dtype` fp32 the product is computed in float32, and the weights of the experts stay in it.
         """
+        bias = getattr(self, "bias", None)
         if self.config.moe_router_dtype == "fp32":
             logits: torch.Tensor = _Float32Product.apply(input, self.weight)
-            return logits
-        return torch.nn.functional.linear(input, self.weight)
+            return logits if bias is None else logits + bias.float()
+        return torch.nn.functional.linear(input, self.weight, bias)
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -111,7 +135,7 @@ class Router(TopKRouter):
         if observer is not None:
             logits = observer.at_router(layer, logits)
         choose = None if routes is None else functools.partial(_choice, routes, layer)
-        weights, experts = route(logits, self.topk, normalized=self.normalized, choose=choose)
+        weights, experts = route(logits, self.rule, bias=getattr(self, "expert_bias", None), choose=choose)
         if observer is not None:
             observer.routed(layer, logits.detach(), experts)
         where = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
@@ -172,6 +196,14 @@ def use_padded_all_gather(chunk: torch.nn.Module, groups: Any) -> None:
             )
 
 
+def use_routing_of(chunk: torch.nn.Module, experts: Experts) -> None:
+    """Makes the routers of a model that Megatron-Bridge has built route as `Router`."""
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            router: Any = module.router
+            router.__class__, router.rule = Router, experts
+
+
 def release_weights_after_forward(chunk: torch.nn.Module) -> None:
     """Makes the dispatchers of a built model forget the experts' weights of a pass when it ends.
 
@@ -210,7 +242,7 @@ def expert_block_spec(experts: Experts, backend: str) -> ModuleSpec:
             module=SequentialMLP,
             submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
         )
-    router = functools.partial(Router, normalized=experts.normalized)
+    router = functools.partial(Router, rule=experts)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=inner, router=router))
 
 

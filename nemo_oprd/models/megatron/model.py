@@ -351,6 +351,9 @@ def mark_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
         if name in mappings and mappings[name].expert is not None:
             # Megatron does so only if experts are split; but also whole ones are summed over another group of ranks
             parameter.allreduce = False  # type: ignore[attr-defined]
+            # Megatron marks the biases of Transformer Engine's experts so if it makes them on CPUs: their gradients
+            # would be added over tensor ranks once more than over the ranks that hold copies
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
         axis = mappings[name].form.axis if name in mappings else 0  # a tied head's copy of the embedding
         # Megatron has already marked the biases of column-parallel layers
         if axis is not None and not hasattr(parameter, "tensor_model_parallel"):

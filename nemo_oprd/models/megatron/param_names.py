@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -18,10 +19,13 @@ TE_NAMES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
 }
+# added to a router's scores before it chooses experts; no gradient reaches it, and training leaves it as it is
+ROUTER_BIAS = "mlp.router.expert_bias"
 _TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
 # an expert's parameter in Megatron's sequential experts, or in Transformer Engine's grouped ones
 _EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.(?P<matrix>\w+)\.weight|(?P<grouped>\w+)\.weight(?P<number>\d+))"
+    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.(?P<matrix>\w+)\.(?P<kind>weight|bias)"
+    r"|(?P<grouped>\w+)\.(?P<grouped_kind>weight|bias)(?P<number>\d+))"
 )
 
 
@@ -35,13 +39,25 @@ def local_name(chunk: GPTModel, name: str) -> str:
     expert = _EXPERT.fullmatch(rest)
     if expert is not None:
         matrix, local = expert["matrix"] or expert["grouped"], int(expert["local"] or expert["number"])
-        rest = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[local]}.{matrix}.weight"
+        kind = expert["kind"] or expert["grouped_kind"]
+        rest = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[local]}.{matrix}.{kind}"
     return f"decoder.layers.{layer.layer_number - 1}.{rest}"
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
     """Name in the mappings -> parameter, on this rank. A tied head's copy of the embedding keeps its own name."""
     return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
+
+
+def named_weights(chunks: Sequence[GPTModel]) -> dict[str, Any]:
+    """As `named_parameters`, and the routers' biases, which are buffers: weights that a checkpoint has."""
+    biases = {
+        local_name(chunk, name): buffer
+        for chunk in chunks
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(ROUTER_BIAS) and buffer is not None
+    }
+    return {**named_parameters(chunks), **biases}
 
 
 def mappings_by_name(spec: ModelSpec) -> dict[str, ParamMapping]:

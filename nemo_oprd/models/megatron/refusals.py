@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from nemo_oprd.models import ModelSpec, parse_model_spec, read_model_spec
 from nemo_oprd.models.megatron.pipeline_schedule import refuse_layer_bypasses
@@ -110,7 +111,9 @@ def check_rope(model: Any, hf_config: str | Path | dict) -> None:
 def check_rope_of(model: Any, spec: ModelSpec) -> None:
     """Raises ValueError unless a `GPTModel` rotates by the frequencies of `spec`."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
-    expected = spec.rope.frequencies(spec.head_dim)
+    if spec.latent is not None and len(model.decoder.layers):  # each layer has its own
+        rotary = model.decoder.layers[0].self_attention.rotary_pos_emb
+    expected = spec.rope.frequencies(spec.rotary_dim)
     kind = getattr(model, "position_embedding_type", None)
     if expected.switch is not None or kind not in ("rope", "yarn") or getattr(rotary, "inv_freq", None) is None:
         raise ValueError(
@@ -118,7 +121,7 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
             "expected 'rope' or 'yarn' and a type with one set of frequencies: leave out hf_config, and compare both "
             "models' logits"
         )
-    built, factor = _built_rope(rotary, yarn=kind == "yarn"), spec.rope.get("factor")
+    built, factor = _built_rope(rotary, yarn=isinstance(rotary, YarnRotaryEmbedding)), spec.rope.get("factor")
     if (
         built.inv_freq.shape != expected.inv_freq.shape
         or not torch.allclose(built.inv_freq, expected.inv_freq, rtol=_SAME_FREQUENCY, atol=0.0)

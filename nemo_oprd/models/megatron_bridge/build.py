@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
+import math
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,17 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 
+from nemo_oprd.layout import Layout
 from nemo_oprd.losses.import_path import import_function
 from nemo_oprd.models import ModelSpec, read_hf_config
+from nemo_oprd.models.architecture import LatentAttention
 from nemo_oprd.models.megatron.adopt import adopt
+from nemo_oprd.models.megatron.experts import (
+    expert_settings,
+    release_weights_after_forward,
+    use_padded_all_gather,
+    use_routing_of,
+)
 from nemo_oprd.models.megatron.model import (
     LAYERS_VARIABLE,
     ModelStage,
@@ -34,7 +43,7 @@ from nemo_oprd.models.megatron.model import (
 from nemo_oprd.models.megatron.model_config import PLAIN_KERNELS, chunk_spans, chunk_training, layout_settings
 from nemo_oprd.models.megatron.observed_layer import ObservedSequences
 from nemo_oprd.models.megatron.parallel import Role, device
-from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
+from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.models.megatron.refusals import check_rope_of
 from nemo_oprd.models.megatron_bridge.family import bridge_model, import_bridge
 from nemo_oprd.models.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
@@ -58,7 +67,7 @@ class ProvidedModel(ModelStage):
         )
 
 
-@cache
+@functools.cache
 def _provided(cls: type) -> type:
     return type(f"Provided{cls.__name__}", (ProvidedModel, cls), {"__module__": __name__})
 
@@ -167,6 +176,8 @@ def build_from_provider(
     """
     layout = role.layout
     spec.check_tensor_parallel(layout.tensor, f"{role.name}: tensor parallel size")
+    spec.check_attention_parallel(layout.tensor, layout.context, f"{role.name}.parallel")
+    spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role.name}.parallel")
     layout.layers_per_stage(spec.num_layers)
     chunks = []
     for span in chunk_spans(spec, role):
@@ -175,6 +186,7 @@ def build_from_provider(
             **_OFF,
             **layout_settings(spec, role, dtype),
             **({} if torch.cuda.is_available() else PLAIN_KERNELS),
+            **_expert_settings(spec, layout),
             **chunk_training({name: value for name, value in training.items() if value is not None}, len(span.layers)),
             "vocab_size": spec.padded_vocab(layout.tensor),
             "seq_length": spec.max_positions,
@@ -183,12 +195,17 @@ def build_from_provider(
             if hasattr(made, name):
                 setattr(made, name, value)
         made._pg_collection = role.groups
+        block = made.transformer_layer_spec
+        if isinstance(block, functools.partial) and "pp_rank" in inspect.signature(block).parameters:
+            # it would ask Megatron's global groups for the stage
+            made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
         made.finalize()
         model = made.provide(span.first, span.last, span.virtual_stage(layout))
         _check_attention(model, type(made).__name__)
         model.vp_stage = span.virtual_stage(layout)
         if span.last and not head:
             del model.output_layer
+        _prepare_special_parts(model, spec, role)
         chunks.append(model.to(device()))
     adopt(chunks)
     for span, chunk in zip(chunk_spans(spec, role), chunks, strict=True):
@@ -199,9 +216,65 @@ def build_from_provider(
         chunk.register_load_state_dict_post_hook(norms_need_no_extra_state)
         cls: Any = type(chunk)
         chunk.__class__ = _provided(cls)
-    _check_parameters(chunks, spec, depth)
+    _check_parameters(chunks, spec, role, depth)
     mark_parameters(chunks, spec)
     return chunks
+
+
+def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """The fields of a provider that say how a model's experts are split and trained; empty without experts."""
+    if spec.experts is None:
+        return {}
+    float32 = {"moe_router_dtype": "fp32"} if spec.experts.score == "sigmoid" else {"moe_router_dtype": None}
+    return {
+        # `Router` routes; Megatron checks these together with fields that it does not read then
+        **{name: value for name, value in expert_settings(spec.experts, layout).items() if "router_pre" not in name},
+        # of whole layers in one product, for which the stand-in on CPUs has no kernel
+        "moe_grouped_gemm": torch.cuda.is_available(),
+        "moe_permute_fusion": torch.cuda.is_available(),
+        "moe_router_fusion": False,
+        "moe_shared_expert_overlap": False,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_z_loss_coeff": None,
+        "moe_input_jitter_eps": None,
+        "moe_expert_capacity_factor": None,
+        **float32,
+    }
+
+
+def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
+    """Makes latent attention and experts compute as in transformers; raises ValueError where they can't."""
+    if spec.latent is not None:
+        _prepare_latent_attention(model, spec.latent, role)
+    if spec.experts is not None:
+        use_routing_of(model, spec.experts)
+        if role.layout.dispatcher == "allgather":
+            use_padded_all_gather(model, role.groups)
+        release_weights_after_forward(model)
+
+
+def _prepare_latent_attention(model: Any, latent: LatentAttention, role: Role) -> None:
+    """Sets in multi-latent attention what Megatron does not take from its settings.
+
+    The norms of the narrow states get their epsilon: Megatron has one for all norms. The projections to the narrow
+    states, which every tensor rank holds, get the ranks' group, by which a checkpoint tells the copies apart.
+
+    Raises:
+        ValueError: the softmax's scale is not transformers'.
+    """
+    for layer in model.decoder.layers:
+        scale = layer.self_attention.softmax_scale
+        if not math.isclose(scale, latent.scale, rel_tol=1e-6):
+            raise ValueError(
+                f"Megatron-Bridge multiplies the products of queries and keys by {scale:g}, transformers by "
+                f"{latent.scale:g}; expected the same: choose a model with other RoPE settings"
+            )
+        for name in ("q", "kv"):
+            down, up = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("down", "up"))
+            if down is not None:
+                down._tp_group = role.member_groups.tp
+            if up is not None and hasattr(up, "layer_norm_weight"):
+                up.eps = latent.norm_eps
 
 
 def _check_attention(model: Any, provider: str) -> None:
@@ -220,14 +293,18 @@ def _check_attention(model: Any, provider: str) -> None:
             )
 
 
-def _check_parameters(chunks: list[Any], spec: ModelSpec, depth: int | None) -> None:
+def _check_parameters(chunks: list[Any], spec: ModelSpec, role: Role, depth: int | None) -> None:
     """Raises ValueError unless the weight mappings are of the parameters that were built."""
-    mappings, built = mappings_by_name(spec), named_parameters(chunks)
+    mappings, built = mappings_by_name(spec), named_weights(chunks)
     here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
+    local = spec.experts.count // role.layout.expert if spec.experts is not None else 0
+    first = local * role.member_groups.ep.rank() if local else 0
     expected = {
         name
         for name, mapping in mappings.items()
-        if mapping.layer in here and (depth is None or mapping.layer is None or mapping.layer < depth)
+        if mapping.layer in here
+        and (depth is None or mapping.layer is None or mapping.layer < depth)
+        and (mapping.expert is None or first <= mapping.expert < first + local)
     }
     unknown = sorted(set(built) - set(mappings) - {"output_layer.weight"})  # a tied head's copy
     missing = sorted(expected - set(built))

@@ -20,39 +20,22 @@ from typing import Any
 
 from nemo_oprd.models import FAMILIES, read_hf_config
 from nemo_oprd.models.architecture import (
-    ColumnParallel,
+    Experts,
     Family,
-    Form,
-    GateUp,
-    GroupedQKV,
+    LatentAttention,
     ModelSpec,
     ParamMapping,
-    Replicated,
-    RowParallel,
-    Vocabulary,
     check_dtype,
     source_dtype,
 )
-from nemo_oprd.models.megatron.param_names import TE_NAMES
+from nemo_oprd.models.megatron_bridge.corrections import correct
+from nemo_oprd.models.megatron_bridge.mappings import shape_of, translate
 from nemo_oprd.models.megatron_bridge.provider_fields import MODEL, REFUSED, changed
-from nemo_oprd.models.rope import parse_rope
+from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION
+from nemo_oprd.models.rope import Rope, parse_rope
 
-_LAYER = "decoder.layers.{layer}."
-_LOCAL_NAMES = {te: local for local, te in TE_NAMES.items()}
-# Megatron's name within a layer or the model -> how the one HF tensor behind it is split
-_FORMS: dict[str, Form] = {
-    **dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), Vocabulary()),
-    **dict.fromkeys((
-        "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "input_layernorm.weight",
-        "input_layernorm.bias", "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias",
-        "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight", "self_attention.linear_proj.bias",
-        "mlp.linear_fc2.bias",
-    ), Replicated()),
-    **dict.fromkeys(("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"), ColumnParallel()),
-    **dict.fromkeys(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"), RowParallel()),
-}  # fmt: skip
-# the names that the rest of this project reads directly
-_HF_NAMES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+_SOURCE = "config.json: "  # before messages, until `bridge_model` says which file
+_BIAS = "e_score_correction_bias"  # of routers in transformers: a buffer that checkpoints have
 
 
 @dataclass(frozen=True)
@@ -61,7 +44,9 @@ class BridgeModel:
 
     provider: Any  # Megatron-Bridge's `GPTModelProvider`; copied before use, never changed
     complete: dict  # the HF config with transformers' defaults filled in
-    shapes: dict[str, tuple[int, ...]]  # of every parameter, by HF name
+    rope: Rope
+    shapes: dict[str, tuple[int, ...]]  # of every parameter and every router's bias, by transformers' name
+    latent: tuple[float, float] | None  # of multi-latent attention: see `_check_norms`; None: there is none
     mappings: tuple[ParamMapping, ...]  # of all parameters, one per kind
 
 
@@ -75,10 +60,12 @@ class BridgeFamily(Family):
 
     def hf_shape(self, name: str, spec: ModelSpec) -> tuple[int, ...] | None:
         """As `Family`: transformers' shape."""
-        return bridge_model(spec.hf_config).shapes[name]
+        return shape_of(name, bridge_model(spec.hf_config).shapes)
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """As `Family`: those that Megatron-Bridge derives from the config."""
+        """As `Family`: those that Megatron-Bridge derives from the config. None for a model with experts."""
+        if spec.experts is not None:
+            return None
         provider = bridge_model(spec.hf_config).provider
         fields = {name: getattr(provider, name) for name in (*MODEL, "rotary_base", "rotary_percent")}
         # a function as Megatron-Bridge writes it to YAML
@@ -126,8 +113,7 @@ def parse_bridge_model(family: Family, hf_config: dict, source: str) -> ModelSpe
         num_kv_heads=groups,
         head_dim=head_dim,
         vocab_size=complete["vocab_size"],
-        # its providers and run_config.yaml leave out what other kinds need
-        rope=parse_rope(complete, source, head_dim=head_dim, kinds=("default",), partial=True),
+        rope=found.rope,
         norm_eps=float(provider.layernorm_epsilon),
         max_positions=complete["max_position_embeddings"],
         tied_embeddings=bool(provider.share_embeddings_and_output_weights),
@@ -138,7 +124,46 @@ def parse_bridge_model(family: Family, hf_config: dict, source: str) -> ModelSpe
         hf_config=hf_config,
         gated=bool(provider.gated_linear_unit),
         norm_bias=provider.normalization == "LayerNorm",
+        **_special_parts(found),
     )
+
+
+def _special_parts(found: BridgeModel) -> dict[str, Any]:
+    """The fields of a ModelSpec of parts that most models lack."""
+    provider, layers = found.provider, found.provider.num_layers
+    parts: dict[str, Any] = {}
+    if getattr(provider, "multi_latent_attention", False):
+        assert found.latent is not None
+        ranks = provider.q_lora_rank, provider.kv_lora_rank
+        sizes = provider.qk_head_dim, provider.qk_pos_emb_head_dim, provider.v_head_dim
+        parts["latent"] = LatentAttention(*ranks, *sizes, *found.latent)
+    else:
+        norm = found.shapes.get("model.layers.0.self_attn.q_norm.weight")
+        parts["whole_qk_norm"] = norm is not None and norm != (provider.kv_channels,)
+    if getattr(provider, "window_size", None) is not None:
+        parts["window"] = provider.window_size[0] + 1
+        parts["windowed"] = tuple(map(bool, provider.window_attn_skip_freq))
+    parts["sinks"] = getattr(provider, "softmax_type", "vanilla") == "learnable"
+    if provider.num_moe_experts:
+        frequency = provider.moe_layer_freq
+        sparse = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(layers)]
+        score = provider.moe_router_score_function
+        if score == "softmax" and not provider.moe_router_pre_softmax:
+            score = "softmax_of_chosen"
+        parts["experts"] = Experts(
+            provider.num_moe_experts,
+            provider.moe_router_topk,
+            provider.moe_ffn_hidden_size,
+            bool(found.complete.get("norm_topk_prob", False)),
+            tuple(map(bool, sparse)),
+            score,
+            provider.moe_router_num_groups or 1,
+            provider.moe_router_group_topk or 1,
+            float(provider.moe_router_topk_scaling_factor or 1.0),
+            provider.moe_shared_expert_intermediate_size or 0,
+            bool(provider.add_bias_linear),
+        )
+    return parts
 
 
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
@@ -146,7 +171,7 @@ def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
     try:
         return _bridge_model(json.dumps(hf_config, sort_keys=True))
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+        raise ValueError(f"{source}: {str(error).removeprefix(_SOURCE)}") from error
 
 
 @lru_cache(maxsize=16)
@@ -156,25 +181,22 @@ def _bridge_model(text: str) -> BridgeModel:
     provider = _described(
         "Megatron-Bridge cannot describe the model", lambda: bridge.to_megatron_provider(load_weights=False)
     )
-    refuse_unsupported(provider)
     complete = bridge.hf_pretrained.to_dict()
-    _rotate_part(provider, complete)
+    model_type = hf_config["model_type"]
+    refuse_unsupported(provider, model_type)
+    head_dim = provider.kv_channels or provider.hidden_size // provider.num_attention_heads
+    if getattr(provider, "multi_latent_attention", False):
+        head_dim = provider.qk_pos_emb_head_dim
+    kinds = KINDS[model_type].ropes if model_type in KINDS else ("default",)
+    rope = parse_rope(complete, _SOURCE.removesuffix(": "), head_dim=head_dim, kinds=kinds, partial=True)
+    correct(provider, complete, rope)
     model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
     _check_same_computation(provider, model, hf_config.get("architectures"))
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    mappings = _translate(bridge._model_bridge.mapping_registry(), provider, shapes)
-    return BridgeModel(provider, complete, shapes, mappings)
-
-
-def _rotate_part(provider: Any, complete: dict) -> None:
-    """Sets the share of rotated channels from `rope_parameters` of the complete HF config, as transformers 5 has it.
-
-    Megatron-Bridge 0.6.2 reads it from where transformers 4 had it in most families, else rotates all channels.
-    """
-    parameters = complete.get("rope_parameters")
-    share = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
-    if share is not None:
-        provider.rotary_percent = share
+    latent = _check_norms(provider, model)
+    stored = {*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name.endswith(_BIAS))}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
+    mappings = translate(bridge._model_bridge.mapping_registry(), provider, shapes)
+    return BridgeModel(provider, complete, rope, shapes, latent, mappings)
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:
@@ -219,16 +241,45 @@ def _check_same_computation(provider: Any, model: Any, architectures: Any) -> No
             f"architectures={architectures!r} is not {type(model).__name__}, which model_type names; expected the same "
             "model in both: correct config.json as in the model's source"
         )
-    points = torch.linspace(-3, 3, 13)
+    points = torch.linspace(-9, 9, 25)
     activations = [module.act_fn for module in model.modules() if callable(getattr(module, "act_fn", None))]
     ours = provider.activation_func(points)
-    if not activations or not all(torch.allclose(act(points), ours, rtol=0, atol=1e-6) for act in activations):
+    gates = [module for module in model.modules() if hasattr(module, "limit") and hasattr(module, "_apply_gate")]
+    if gates:  # gate and up take turns; both are clamped
+        activations = [
+            lambda x, gate=gate: gate._apply_gate(torch.stack([x, x.flip(0)], -1).flatten()) for gate in gates
+        ]
+        limit = provider.activation_func_clamp_value
+        clamped = provider.activation_func(points.clamp(max=limit))
+        ours = clamped * (points.flip(0).clamp(-limit, limit) + provider.glu_linear_offset)
+    if not activations or not all(torch.allclose(act(points), ours, rtol=1e-6, atol=1e-6) for act in activations):
         names = sorted({type(act).__name__ for act in activations}) or ["none that can be found"]
         raise ValueError(
             f"transformers' activation is {' and '.join(names)}, Megatron-Bridge's another one "
             f"({getattr(provider.activation_func, '__name__', provider.activation_func)}); expected the same: choose a "
             "model with the activation that Megatron-Bridge gives this family"
         )
+
+
+def _check_norms(provider: Any, model: Any) -> tuple[float, float] | None:
+    """The epsilon of the norms of multi-latent attention's narrow states, and its softmax's scale; None without it.
+
+    Raises:
+        ValueError: another norm of transformers' model has another epsilon than Megatron-Bridge gives all norms.
+    """
+    narrow = None
+    for name, module in model.named_modules():
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(eps, float):
+            continue
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            narrow = eps
+        elif eps != provider.layernorm_epsilon:
+            raise ValueError(
+                f"transformers' {name} has the epsilon {eps}, Megatron-Bridge's {provider.layernorm_epsilon}; expected "
+                "the same: choose another model"
+            )
+    return None if narrow is None else (narrow, float(model.model.layers[0].self_attn.scaling))
 
 
 def import_bridge(key: str) -> Any:
@@ -243,13 +294,24 @@ def import_bridge(key: str) -> Any:
     return AutoBridge
 
 
-def refuse_unsupported(provider: Any) -> None:
+def _is_new_enough() -> bool:
+    """Whether families with special parts were compared with the installed Megatron-Bridge."""
+    from megatron.bridge.package_info import __version__
+
+    return tuple(int(part) for part in __version__.split(".")[:2]) >= NEEDED_VERSION
+
+
+def refuse_unsupported(provider: Any, model_type: str) -> None:
     """Raises ValueError for a provider of a model whose layers, head or weights this project does not handle."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
+    accepted = KINDS[model_type].parts if model_type in KINDS and _is_new_enough() else frozenset()
     found = [what for what, names in REFUSED.items() if any(getattr(provider, name, None) for name in names)]
     if getattr(provider, "softmax_type", "vanilla") != "vanilla":
         found.append("another softmax")
+    found = [what for what in found if what not in accepted]
+    if getattr(provider, "multi_latent_attention", False) and not provider.q_lora_rank:
+        found.append("queries that are projected directly (q_lora_rank=null)")
     if getattr(provider, "position_embedding_type", None) not in ("rope", "yarn"):
         found.append(f"position_embedding_type={getattr(provider, 'position_embedding_type', None)!r}")
     if found:
@@ -258,69 +320,10 @@ def refuse_unsupported(provider: Any) -> None:
             "RoPE and full attention: choose another model (docs/nemo.md lists what is supported)"
         )
     others = changed(provider, GPTModelProvider) if isinstance(provider, GPTModelProvider) else {}
+    others = {name: value for name, value in others.items() if name not in accepted}
     if others:
         given = ", ".join(f"{name}={value!r:.40}" for name, value in others.items())
         raise ValueError(
             f"Megatron-Bridge's {type(provider).__name__} has {given}; expected Megatron's defaults of these, because "
             "this project has no other values of them: choose another model (docs/nemo.md lists what is supported)"
         )
-
-
-def _translate(registry: Any, provider: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[ParamMapping, ...]:
-    """Megatron-Bridge's mappings of the parameters that the model has, in this project's form."""
-    found: dict[str, ParamMapping] = {}
-    for theirs in registry:
-        hf = tuple(name.replace("*", "{layer}") for name in _hf_names(theirs.hf_param))
-        if any(name.format(layer=0) not in shapes for name in hf):
-            continue
-        megatron = theirs.megatron_param.replace("layers.*.", "layers.{layer}.", 1)
-        if megatron.startswith(_LAYER):
-            rest = megatron.removeprefix(_LAYER)
-            megatron = _LAYER + _LOCAL_NAMES.get(rest, rest)
-        if megatron not in found:  # their registry has the norms by both names
-            found[megatron] = ParamMapping(megatron, hf, _form(theirs, megatron, provider))
-    names = [name for mapping in found.values() for name in mapping.hf]
-    covered = {name.format(layer=layer) for layer in range(provider.num_layers) for name in names}
-    lost = sorted(set(shapes) ^ covered)
-    if lost or not set(_HF_NAMES) - {"output_layer.weight"} <= set(found):
-        raise ValueError(
-            f"Megatron-Bridge's mappings and the model differ in {len(lost) or 1} tensors, such as "
-            f"{(lost or ['the embedding'])[0]!r}; expected a mapping for each, alike in all layers: use a version of "
-            "Megatron-Bridge that has them, or another model"
-        )
-    # q_norm over all heads is split over tensor ranks, that over one head is not
-    for name in ("q_layernorm", "k_layernorm"):
-        mapping = found.get(f"{_LAYER}self_attention.{name}.weight")
-        if mapping and shapes[mapping.hf[0].format(layer=0)] != (provider.kv_channels,):
-            raise ValueError(f"{mapping.hf[0]} normalises all heads together; expected a norm per head")
-    return tuple(found.values())
-
-
-def _hf_names(given: str | dict[str, str]) -> list[str]:
-    """The HF names of one of their mappings, in the order in which this project joins the tensors."""
-    if isinstance(given, str):
-        return [given]
-    order = [name for name in ("q", "k", "v", "gate", "up") if name in given]
-    return [given[name] for name in [*order, *(given.keys() - set(order))]]
-
-
-def _form(theirs: Any, megatron: str, provider: Any) -> Form:
-    """How the HF tensors of one of Megatron-Bridge's mappings are joined and split."""
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
-
-    kind, name = type(theirs), megatron.removeprefix(_LAYER)
-    form: Form | None = None
-    if kind is QKVMapping:
-        form = GroupedQKV()
-    elif kind is GatedMLPMapping:
-        form = GateUp()
-    elif kind is AutoMapping and not theirs.permute_dims and _HF_NAMES.get(name, theirs.hf_param) == theirs.hf_param:
-        # one tensor for both parts of a gated block would need to be cut first
-        form = None if name.startswith("mlp.linear_fc1.") and provider.gated_linear_unit else _FORMS.get(name)
-    if form is None:
-        raise ValueError(
-            f"Megatron-Bridge maps {theirs.hf_param!r} to {theirs.megatron_param!r} with a "
-            f"{kind.__name__}, which has no counterpart here; expected a plain copy, or separate q, k, v, gate and up: "
-            "choose another model"
-        )
-    return form

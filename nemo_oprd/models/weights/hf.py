@@ -7,7 +7,7 @@ writing the gradients of `verify` all use these functions. The memory needed is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,11 +17,11 @@ from safetensors import safe_open
 
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.architecture import ParamMapping
+from nemo_oprd.models.architecture import ParamMapping, stack_parts, stacked_part
 from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import Role, device, everyones
-from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
+from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.runtime.files import read_json
 
 # gives one HF tensor by its name
@@ -87,10 +87,9 @@ class HFCheckpoint:
         """Shape of a tensor, without reading the data."""
         stored, expert, half = self._stored(name)
         shape = tuple(self._handle(stored).get_slice(stored).get_shape())
-        if expert is None or len(shape) != 3:
+        if expert is None or (half is not None and len(shape) != 3):
             return shape
-        _, rows, columns = shape
-        return (rows if half is None else rows // 2, columns)
+        return shape[1:] if half is None else (shape[1] // 2, shape[2])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored, expert, half = self._stored(name)
@@ -98,12 +97,16 @@ class HFCheckpoint:
         if expert is None:
             return handle.get_tensor(stored)
         fused = handle.get_slice(stored)
+        if half is None:
+            return fused[expert]
         rows = fused.get_shape()[1]
-        start, end = (0, rows) if half is None else (half * rows // 2, (half + 1) * rows // 2)
-        return fused[expert, start:end]
+        return fused[expert, half * rows // 2 : (half + 1) * rows // 2]
 
     def _stored(self, name: str) -> tuple[str, int | None, int | None]:
         """(stored name, expert, half) of a tensor; see `fused_name` for experts that are stored together."""
+        whole, part = stacked_part(name)
+        if part is not None:
+            return whole, part, None
         fused = fused_name(name)
         return fused if name not in self._handle_of and fused[0] in self._handle_of else (name, None, None)
 
@@ -125,7 +128,7 @@ def load_hf(chunks: list[DistillingModel], spec: ModelSpec, role: Role, read: Te
     """
     assert role.coords is not None
     mappings = mappings_by_name(spec)
-    for name, parameter in named_parameters(chunks).items():
+    for name, parameter in named_weights(chunks).items():
         # A tied head on the last pipeline stage is a second copy of the embedding.
         mapping = mappings[name] if name in mappings else mappings["embedding.word_embeddings.weight"]
         joined = mapping.form.join([read(hf_name) for hf_name in mapping.hf], spec)
@@ -145,11 +148,11 @@ def load_stream(
 ) -> None:
     """Fills every parameter of a role without pipeline stages from the stream of `gather_hf`, in the stream's order."""
     assert role.coords is not None and role.layout.pipeline == 1
-    mine = named_parameters(chunks)
+    mine = named_weights(chunks)
     mapping_of = {name: mapping for mapping in mappings_by_name(spec).values() for name in mapping.hf}
     waiting: dict[str, torch.Tensor] = {}
     missing = set(mine)
-    for name, tensor in stream:
+    for name, tensor in _parts(stream, mapping_of):
         waiting[name] = tensor
         mapping = mapping_of[name]
         if all(part in waiting for part in mapping.hf):
@@ -159,6 +162,20 @@ def load_stream(
                 mine[mapping.megatron].copy_(mapping.form.shard(joined, *_tensor_part(mapping, role), spec))
                 missing.discard(mapping.megatron)
     assert not missing, f"the weight stream left out {sorted(missing)}"
+
+
+def _parts(
+    stream: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, object]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The inverse of `stack_parts`: a tensor that is not in `names` is taken apart."""
+    for name, tensor in stream:
+        yield from [(name, tensor)] if name in names else [(f"{name}[{i}]", part) for i, part in enumerate(tensor)]
+
+
+def hf_names(spec: ModelSpec) -> list[str]:
+    """The names of a model's tensors as in its files and in the stream of `gather_hf`, in their order."""
+    names = (name for mapping in mappings_by_name(spec).values() for name in mapping.hf)
+    return list(dict.fromkeys(stacked_part(name)[0] for name in names))
 
 
 def owner_stage(mapping: ParamMapping, spec: ModelSpec, layout: Layout) -> int:
@@ -179,9 +196,20 @@ def gather_hf(
 
     Args:
         value: the tensor to gather for a parameter; None, which all ranks must return alike, leaves the parameter out.
+            It also gets the routers' biases, which are no parameters.
     """
+    yield from stack_parts(_gather_parts(chunks, spec, role, value))
+
+
+def _gather_parts(
+    chunks: list[DistillingModel],
+    spec: ModelSpec,
+    role: Role,
+    value: Callable[[torch.nn.Parameter], torch.Tensor | None],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `gather_hf`, with the names of the mappings."""
     assert role.coords is not None
-    mine, described = named_parameters(chunks), {}
+    mine, described = named_weights(chunks), {}
     if role.layout.pipeline > 1:
         described = _descriptions(mine, spec, role, value)
     for mapping in mappings_by_name(spec).values():

@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
 from nemo_oprd.runtime.files import read_json, replacing_directory
 
+# tensors that transformers keeps in float32 in models of any dtype: the biases of routers
+FLOAT32 = "e_score_correction_bias"
+
 
 def write_hf_model(
     tensors: Iterable[tuple[str, torch.Tensor]],
@@ -60,7 +63,7 @@ def _write_shards(
 
     for name, tensor in tensors:
         # clone: tied and sliced tensors share storage, which safetensors refuses
-        kept = tensor.detach().to("cpu", dtype).contiguous().clone()
+        kept = tensor.detach().to("cpu", torch.float32 if name.endswith(FLOAT32) else dtype).contiguous().clone()
         needed = kept.numel() * kept.element_size()
         if shard and size + needed > shard_bytes:
             flush()

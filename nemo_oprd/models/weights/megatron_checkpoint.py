@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_oprd.models import Family, ModelSpec, read_model_spec
-from nemo_oprd.models.architecture import ParamMapping, Vocabulary
+from nemo_oprd.models.architecture import ParamMapping, Vocabulary, stacked_part
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
 from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.param_names import TE_NAMES
@@ -155,7 +155,7 @@ class MegatronCheckpoint:
         return "hf/config.json" if self.hf_directory.parent == self.path else str(self.hf_directory / "config.json")
 
     def keys(self) -> list[str]:
-        """HF names of all tensors, the parts of one parameter next to each other."""
+        """HF names of all tensors, the parts of one parameter or of one tensor (`stacked_part`) next to each other."""
         return list(self._parameter_of)
 
     @property
@@ -165,6 +165,8 @@ class MegatronCheckpoint:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._last:
+            if f"{name}[0]" in self._parameter_of:
+                return torch.stack([self[part] for part in self._parameter_of if stacked_part(part)[0] == name])
             if name not in self._parameter_of:
                 raise ValueError(f"{self.path}: no tensor {name!r}; expected an HF name such as {self.keys()[0]!r}")
             self._last = {}  # free the memory before the next parameter is read
@@ -212,20 +214,23 @@ class MegatronCheckpoint:
 def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     """Names of tensors that no weight mapping uses and whose content is redundant.
 
-    These are a second copy of tied embeddings, and tables of rotary frequencies that old programs saved.
+    These are a second copy of tied embeddings, tables of rotary frequencies that old programs saved, and the layers for
+    multi-token prediction of DeepSeek-V3 and GLM 4.5, which transformers leaves out, too.
 
     Raises:
         ValueError: another tensor has no mapping and would be lost, or a tied head differs from the embedding.
     """
     known = {name for mapping in spec.family.param_mappings(spec) for name in mapping.hf}
     stored = set(checkpoint.keys())
-    known |= {fused_name(name)[0] for name in known - stored}  # experts that are stored together
+    # experts that are stored together
+    known |= {stacked_part(name)[0] for name in known} | {fused_name(name)[0] for name in known - stored}
     by_megatron = {mapping.megatron: mapping.hf[0] for mapping in spec.family.mappings}
     # a family whose heads are always tied has no mapping of the head
     head = by_megatron.get("output_layer.weight", "lm_head.weight")
     embedding = by_megatron["embedding.word_embeddings.weight"]
     unknown = sorted(stored - known)
-    lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq")]
+    predicting = tuple(f"model.layers.{layer}." for layer in _dropped_layers(spec))
+    lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq") and not name.startswith(predicting)]
     if head in lost and spec.tied_embeddings:
         if not torch.equal(checkpoint[head], checkpoint[embedding]):
             raise ValueError(
@@ -239,6 +244,12 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
             f"have, such as {lost[0]!r}; they would be lost: do the weights and the config belong together?"
         )
     return unknown
+
+
+def _dropped_layers(spec: ModelSpec) -> range:
+    """The numbers (0-based) of the layers for multi-token prediction behind the model's own."""
+    count = 0 if spec.family.own else spec.hf_config.get("num_nextn_predict_layers") or 0
+    return range(spec.num_layers, spec.num_layers + count)
 
 
 def check_source(checkpoint: HFCheckpoint, spec: ModelSpec) -> None:

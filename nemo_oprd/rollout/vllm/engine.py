@@ -27,8 +27,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.parallel import device, everyones, init_distributed
-from nemo_oprd.models.megatron.param_names import mappings_by_name
-from nemo_oprd.models.weights.hf import TensorReader
+from nemo_oprd.models.weights.hf import TensorReader, hf_names
 from nemo_oprd.rollout.engine import (
     Generates,
     GenerationCancelled,
@@ -94,7 +93,7 @@ class VllmEngine(Generates):
             own = [place for place in self._places if place.controller == dist.get_rank()]
             flags = server_arguments(config, spec, directory, self._known_ids, cuda=cuda)
             self._mine.start(own, lambda place: self._make_server(place, flags))
-            names = {name for mapping in mappings_by_name(spec).values() for name in mapping.hf}
+            names = set(hf_names(spec))
             patience = self._settings.start_timeout
             limits = patience, self._settings.request_timeout
             calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, *limits)
@@ -157,9 +156,8 @@ class VllmEngine(Generates):
             if not self._has_stream:
                 return
             dtype = torch.float32 if self._config.precision == "fp32" else torch.bfloat16
-            for mapping in mappings_by_name(self._spec).values():
-                for name in mapping.hf:
-                    yield name, read(name).to(device(), dtype)
+            for name in hf_names(self._spec):
+                yield name, read(name).to(device(), dtype)
 
         self.update_weights(weights, 0)
 

@@ -13,12 +13,17 @@ from family_configs import MIXTRAL, QWEN3, QWEN3_MOE
 from nemo_oprd.commands.plan.parameters import model_parameters
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import parse_model_spec
+from nemo_oprd.models.architecture import Experts
 from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.experts import Router, route
 from nemo_oprd.models.megatron.model_config import transformer_config
 from nemo_oprd.models.megatron.refusals import refuse_untrainable
 from nemo_oprd.models.megatron.router_replay import Routes
 from nemo_oprd.setup.checks import check_dispatcher, check_experts_train
+
+
+def rule(count: int, per_token: int, *, normalized: bool = True, **others: Any) -> Experts:
+    return Experts(count, per_token, 16, normalized, (True,), **others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,7 +45,7 @@ def test_routing_is_that_of_qwen3_moe(dtype: torch.dtype, normalized: bool) -> N
     hidden[:100] = hidden[:100].round()
     with torch.no_grad():
         logits, expected, experts = theirs(hidden)
-    weights, chosen = route(logits, 3, normalized=normalized)
+    weights, chosen = route(logits, rule(8, 3, normalized=normalized))
     assert torch.equal(chosen, experts)
     assert torch.equal(weights, expected)
     tied = ((experts == 2).any(-1) ^ (experts == 5).any(-1)).sum()
@@ -55,13 +60,48 @@ def test_routing_is_that_of_mixtral() -> None:
     theirs.weight.data.normal_()
     with torch.no_grad():
         logits, expected, experts = theirs(torch.randn(50, 16))
-    weights, chosen = route(logits, 2, normalized=True)
+    weights, chosen = route(logits, rule(8, 2))
     assert torch.equal(chosen, experts) and torch.equal(weights, expected)
+
+
+def test_routing_is_that_of_gpt_oss() -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+
+    theirs = GptOssTopKRouter(GptOssConfig(num_local_experts=8, num_experts_per_tok=3, hidden_size=16))
+    for parameter in theirs.parameters():
+        parameter.data.normal_()
+    with torch.no_grad():
+        logits, expected, experts = theirs(torch.randn(50, 16))
+    weights, chosen = route(logits, rule(8, 3, score="softmax_of_chosen"))
+    assert torch.equal(chosen, experts) and torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize(("groups", "chosen_groups", "normalized"), [(1, 1, True), (4, 2, True), (4, 1, False)])
+def test_routing_is_that_of_deepseek_v3(groups: int, chosen_groups: int, normalized: bool) -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "hidden_size": 16, "routed_scaling_factor": 2.5}
+    config = DeepseekV3Config(**sizes, n_group=groups, topk_group=chosen_groups, norm_topk_prob=normalized)
+    theirs = DeepseekV3TopkRouter(config)
+    theirs.weight.data.normal_()
+    theirs.e_score_correction_bias.normal_(0, 0.3)  # some sums become negative
+    with torch.no_grad():
+        logits, expected, experts = theirs(torch.randn(50, 16))
+    grouped = {"groups": groups, "chosen_groups": chosen_groups, "scale": 2.5, "score": "sigmoid"}
+    bias = theirs.e_score_correction_bias
+    weights, chosen = route(logits, rule(8, 2, normalized=normalized, **grouped), bias=bias)
+    (chosen, order), (experts, theirs_order) = chosen.sort(-1), experts.sort(-1)
+    assert torch.equal(chosen, experts)
+    torch.testing.assert_close(weights.gather(1, order), expected.gather(1, theirs_order), rtol=2e-7, atol=0)
+    without = route(logits, rule(8, 2, normalized=normalized, score="sigmoid"))[1].sort(-1)[0]
+    assert not torch.equal(without, experts), "neither groups nor the bias show"
 
 
 def router() -> Any:
     """A router without Megatron's construction: `routing` needs these attributes only."""
-    made = types.SimpleNamespace(topk=1, normalized=True, layer_number=4, routes=Routes())
+    made = types.SimpleNamespace(rule=rule(3, 1), layer_number=4, routes=Routes())
     made.routing = types.MethodType(Router.routing, made)
     return made
 
@@ -94,7 +134,7 @@ def test_a_layer_that_is_computed_again_keeps_its_routes() -> None:
 def test_kept_routes_have_the_weights_of_the_new_logits() -> None:
     logits = torch.randn(6, 5, requires_grad=True)
     experts = torch.tensor([[0, 3]] * 6)
-    weights, chosen = route(logits, 2, normalized=True, choose=lambda most_probable: experts)
+    weights, chosen = route(logits, rule(5, 2), choose=lambda most_probable: experts)
     assert torch.equal(chosen, experts)
     expected = torch.softmax(logits[:, [0, 3]], -1)
     assert torch.allclose(weights, expected)

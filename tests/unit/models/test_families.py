@@ -17,6 +17,7 @@ from nemo_oprd.models import FAMILIES, parse_model_spec, read_model_spec
 from nemo_oprd.models.architecture import Family, ModelSpec
 from nemo_oprd.models.families.dense import PARAM_MAPPINGS, parse_dense
 from nemo_oprd.models.families.moe import fused_name
+from nemo_oprd.models.rope import Rope
 from nemo_oprd.setup.resolve import ResolvedModel, resolve_model
 
 
@@ -157,12 +158,13 @@ def test_families_of_megatron_bridge_are_resolved_without_a_table(
             num_layers=hf_config["num_hidden_layers"], hidden_size=hf_config["hidden_size"], ffn_hidden_size=64,
             num_attention_heads=4, num_query_groups=2, kv_channels=8, layernorm_epsilon=1e-6, add_qkv_bias=False,
             share_embeddings_and_output_weights=True, add_bias_linear=False, qk_layernorm=False,
-            gated_linear_unit=True, normalization="RMSNorm",
+            gated_linear_unit=True, normalization="RMSNorm", num_moe_experts=None,
         )  # fmt: skip
         shown = [
             m for m in PARAM_MAPPINGS if m.megatron != "output_layer.weight" or not hf_config["tie_word_embeddings"]
         ]
-        return family.BridgeModel(made, hf_config, {}, tuple(replace(m, present=lambda spec: True) for m in shown))
+        mappings = tuple(replace(m, present=lambda spec: True) for m in shown)
+        return family.BridgeModel(made, hf_config, Rope(1e4), {}, None, mappings)
 
     monkeypatch.setattr(family, "bridge_model", described)
     monkeypatch.setattr(provider, "find_spec", lambda name: SimpleNamespace(name=name))

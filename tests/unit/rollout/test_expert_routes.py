@@ -19,6 +19,7 @@ from nemo_oprd.distillation.metrics.injection_counts import CaptureError
 from nemo_oprd.distillation.metrics.router_metrics import RouterMetrics
 from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
 from nemo_oprd.models import parse_model_spec
+from nemo_oprd.models.architecture import Experts
 from nemo_oprd.models.megatron.experts import Router
 from nemo_oprd.models.megatron.router_replay import Routes
 from nemo_oprd.rollout import resume_cache
@@ -87,7 +88,9 @@ def test_an_interrupted_step_keeps_its_routes(tmp_path: Path, monkeypatch: pytes
 def test_a_router_replays_what_is_recorded_and_chooses_for_itself_elsewhere() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0.0, 2.0, 4.0]]).view(3, 1, 3).requires_grad_()
     recorded = torch.tensor([[2, 1], [-1, -1], [2, 0]], dtype=torch.int16)
-    made: Any = types.SimpleNamespace(topk=2, normalized=True, layer_number=4, routes=Routes({4: recorded}))
+    made: Any = types.SimpleNamespace(
+        rule=Experts(3, 2, 8, True, (True,)), layer_number=4, routes=Routes({4: recorded})
+    )
     made.routing = types.MethodType(Router.routing, made)
     weights, where = made.routing(logits)
     assert where.tolist() == [[False, True, True], [True, True, False], [True, False, True]]

@@ -50,18 +50,24 @@ class DotProductAttention(WithExtraState):
         super().__init__()
         require(
             attention_dropout=(attention_dropout, 0.0),
-            window_size=(window_size, None),
             softcap=(softcap, 0.0),
             attention_type=(attention_type, "self"),
             cp_comm_type=(cp_comm_type, "p2p"),
-            softmax_type=(softmax_type, "vanilla"),
             return_max_logit=(return_max_logit, False),
         )
         size = tp_size if tp_group is None else tp_group.size()
         self.heads = num_attention_heads // size
         self.groups = (num_gqa_groups or num_attention_heads) // size
-        self.channels = kv_channels
-        self.scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        both = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        self.key_channels, self.hidden_size_per_attention_head_v = both  # Megatron changes the latter where it pads
+        self.scale = self.key_channels**-0.5 if softmax_scale is None else softmax_scale
+        # the keys to the left of the query's own that it sees; None: all
+        self.left = None if window_size is None else window_size[0]
+        assert window_size is None or (window_size[0] >= 0 and window_size[1] == 0), window_size
+        assert softmax_type in ("vanilla", "learnable"), softmax_type
+        self.softmax_type = softmax_type
+        if softmax_type == "learnable":  # of float32, on whatever device is the default one
+            self.softmax_offset = torch.nn.Parameter(torch.empty(self.heads))
         self.cp_group = cp_group
         self.register_load_state_dict_post_hook(_without_extra_state_is_fine)
 
@@ -133,8 +139,9 @@ class DotProductAttention(WithExtraState):
         )
         assert query_layer is not None and key_layer is not None and value_layer is not None
         assert all(tensor.dim() == 3 for tensor in (query_layer, key_layer, value_layer))
-        assert query_layer.shape[1:] == (self.heads, self.channels)
-        assert key_layer.shape == value_layer.shape and key_layer.shape[1:] == (self.groups, self.channels)
+        assert query_layer.shape[1:] == (self.heads, self.key_channels)
+        assert key_layer.shape[1:] == (self.groups, self.key_channels)
+        assert value_layer.shape == (*key_layer.shape[:2], self.hidden_size_per_attention_head_v)
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
         assert cu_seqlens_q.device == query_layer.device
@@ -152,6 +159,7 @@ class DotProductAttention(WithExtraState):
         assert isinstance(longest[0], int) and longest[0] == longest[1] and longest[0] >= int(lengths.max())
         assert int(bounds[-1]) == len(query) * size, "every token belongs to a sequence"
         if size > 1:
+            require(left=(self.left, None), softmax_type=(self.softmax_type, "vanilla"))
             assert not bool((lengths % (2 * size)).any()), "lengths must be multiples of 2 * context parallel size"
             order = torch.cat([_positions(lengths, size, other) for other in range(size)]).argsort()
             key, value = (Gather.apply(part, self.cp_group)[order] for part in (key, value))
@@ -159,9 +167,16 @@ class DotProductAttention(WithExtraState):
         where = torch.arange(len(sequence))
         mine = _positions(lengths, size, rank)
         allowed = (sequence[mine][:, None] == sequence[None]) & (mine[:, None] >= where[None])
+        if self.left is not None:
+            allowed &= mine[:, None] - where[None] <= self.left
         key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
         scores = torch.einsum("qac,kac->aqk", query, key).float() * self.scale
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).to(query.dtype)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if self.softmax_type == "learnable":  # a further key for every head, whose value is zero
+            extra = self.softmax_offset.float()[:, None, None].expand(-1, len(mine), 1)
+            weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1].to(query.dtype)
+        else:
+            weights = scores.softmax(-1).to(query.dtype)
         return torch.einsum("aqk,kac->qac", weights, value).flatten(1)
 
 

@@ -1,0 +1,71 @@
+"""The families that only Megatron-Bridge has and that were compared with transformers, and what is special in them.
+
+A family that is not here is accepted if it is a dense decoder with full attention: everything else is refused
+(`provider_fields.REFUSED`), because a part that nobody has compared may be computed otherwise. `nemo-oprd families`
+prints the tables. Imports neither torch nor Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# the first version with which families with special parts were compared
+NEEDED_VERSION = (0, 6)
+
+_EXPERTS, _MTP = "experts", "layers for multi-token prediction"
+_LATENT = frozenset((_EXPERTS, _MTP, "multi-latent attention"))
+# the softmax and the gated activation of gpt-oss; the last three are fields of a provider
+_GPT_OSS = (
+    _EXPERTS, "sliding-window attention", "another softmax", "softmax_type", "glu_linear_offset",
+    "activation_func_clamp_value",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is accepted of a family beside a dense decoder with full attention.
+
+    Attributes:
+        layouts: with which losses and all gradients were compared with transformers in float64.
+        parts: keys of `provider_fields.REFUSED`, and fields of a provider.
+        ropes: kinds of RoPE.
+        refused: what of the family is refused.
+    """
+
+    layouts: str
+    parts: frozenset[str] = frozenset()
+    ropes: tuple[str, ...] = ("default",)
+    refused: str = ""
+
+
+_DENSE = "TP2+SP, PP2, CP2, DP2, full recompute"
+_SPARSE = "TP2+SP, PP2, EP2, CP2, full recompute"
+_ROUTERS = "routers' losses and replay"
+_OF_LATENT = f"{_ROUTERS}; queries without a narrow state; fp8 files; multi-token prediction is left out"
+KINDS: dict[str, Kind] = {
+    "gemma": Kind(_DENSE),
+    "nemotron": Kind(_DENSE),
+    "mistral": Kind(_DENSE, refused="sliding windows"),
+    "olmoe": Kind(
+        "PP2, EP2, full recompute", frozenset((_EXPERTS,)), refused=f"tensor and context parallelism; {_ROUTERS}"
+    ),
+    "gpt_oss": Kind(
+        "TP2+SP, PP2, EP2, full recompute",
+        frozenset(_GPT_OSS),
+        ("default", "yarn"),
+        f"context parallelism, expert_tensor; {_ROUTERS}; MXFP4 files",
+    ),
+    "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
+    "deepseek_v3": Kind(_SPARSE, _LATENT, ("default", "yarn"), _OF_LATENT),
+    "glm4_moe_lite": Kind(_SPARSE, _LATENT, ("default", "yarn"), _OF_LATENT),
+}
+# families that people ask for -> why Megatron-Bridge's model of them is refused
+REFUSED_FAMILIES = {
+    "gemma2": "capped logits, and norms behind attention and feed-forward block: not compared",
+    "gemma3_text": "windows with a RoPE of their own; in float32 ten times transformers' deviation, cause unknown",
+    "gemma4_text": "heads of several sizes, which Megatron-Bridge 0.6.2 cannot describe",
+    "qwen3_5_text": "the gated delta net, an output gate in attention: no weight mappings here",
+    "qwen3_5_moe_text": "as qwen3_5_text",
+    "qwen3_next": "as qwen3_5_text",
+    "nemotron_h": "layers of different kinds",
+}

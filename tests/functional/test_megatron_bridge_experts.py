@@ -1,0 +1,212 @@
+"""Families with experts that only Megatron-Bridge has, in this project's loop (`provider=bridge`), on CPUs.
+
+OLMoE, gpt-oss, GLM 4.5, DeepSeek-V3 and GLM 4.7 Flash, tiny and random. As for the dense families
+(test_megatron_bridge_families.py): losses and all gradients against plain Hugging Face models in float64, resuming at
+another layout, conversion bit for bit; and what Megatron-Bridge would build wrongly without an error is refused.
+
+Routers choose between experts and softmaxes cancel, so float32 itself deviates more in some of these models: the limit
+is 1.5 times what transformers in float32 deviates from transformers in float64, but at least that of dense families.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden_runs import GOLDEN
+from megatron_bridge_environment import PYTHON, run
+from megatron_bridge_family_cases import COMMON, EXPERT_FAMILIES
+from safetensors.torch import load_file
+
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.rollout.replay import read_rollouts
+
+pytestmark = pytest.mark.nemo
+TOLERANCE, OF_TRANSFORMERS = 1e-5, 1.5
+CASES = "megatron_bridge_family_cases.py"
+FULL_RECOMPUTE = ("student.recompute=full", "student.recompute_method=uniform", "student.recompute_num_layers=1")
+TENSOR = ("student.parallel.tensor=2", "student.parallel.sequence=true")
+PIPELINE = ("student.parallel.pipeline=2", "student.parallel.first_stage_layers=2")
+# name -> settings, on two ranks
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "TP2 SP": (*TENSOR, "teacher.parallel.pipeline=2", "loss.output.kind=sampled_token", "loss.output.weight=0.5"),
+    "PP2": (
+        *PIPELINE, *FULL_RECOMPUTE, "teacher.parallel.expert=2", "loss.output.kind=full_vocab",
+        "loss.output.weight=0.5", "loss.representation.kind=normalized_mse",
+    ),
+    "EP2": ("student.parallel.expert=2", *FULL_RECOMPUTE, "train.tokens_per_microbatch=16"),
+    "EP2 gathered": (
+        "student.parallel.expert=2", "student.parallel.dispatcher=allgather", "loss.representation.layers=[1,2]",
+    ),
+    "CP2": (
+        "student.parallel.context=2", "teacher.parallel.tensor=2", "teacher.parallel.sequence=true", *FULL_RECOMPUTE,
+    ),
+}  # fmt: skip
+# what a family refuses: see test_refusals
+IMPOSSIBLE = {("olmoe", "TP2 SP"), ("olmoe", "CP2"), ("gpt_oss", "CP2")}
+RUNS = [(family, layout) for family in EXPERT_FAMILIES for layout in LAYOUTS if (family, layout) not in IMPOSSIBLE]
+# every family and every layout
+QUICK = {
+    ("olmoe", "PP2"), ("gpt_oss", "TP2 SP"), ("gpt_oss", "EP2 gathered"), ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
+    ("deepseek_v3", "TP2 SP"), ("deepseek_v3", "PP2"), ("glm4_moe_lite", "CP2"),
+}  # fmt: skip
+TRAINED_QUICKLY = "deepseek_v3"
+
+
+def parameters(cases: list[Any], quick: Any) -> list[Any]:
+    return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def models(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if "version = 3.11" in (PYTHON.parent.parent / "pyvenv.cfg").read_text():
+        pytest.skip("Megatron-Bridge 0.3 (Python 3.11): families with experts are refused")
+    root = tmp_path_factory.mktemp("experts")
+    run(megatron_bridge, 0, CASES, "make_models", directory=str(root), families=list(EXPERT_FAMILIES))
+    return root
+
+
+def settings(models: Path, family: str, output: Path) -> list[str]:
+    roles = [f"{role}.hf_path={models / family / role}" for role in ("student", "teacher")]
+    providers = ["student.provider=bridge", "teacher.provider=bridge"]
+    return [*roles, *providers, f"rollout.replay={GOLDEN}/rollouts.jsonl", f"output={output}"]
+
+
+def place(family: str, layout: str) -> str:
+    return f"{family}-{layout}".replace(" ", "-")
+
+
+def training(models: Path, family: str, root: Path) -> list[list[str]]:
+    """Four updates at one layout (FAMILY-whole); two, and two more at PP2 (FAMILY-parts)."""
+    first = ("student.parallel.expert=2",) if family in ("olmoe", "glm4_moe") else TENSOR
+
+    def one(kind: str, layout: tuple[str, ...], steps: int) -> list[str]:
+        train = [f"train.steps={steps}", "train.schedule=constant", "train.warmup_fraction=0", "train.save_every=2"]
+        train += ["train.lr=1e-2", "train.adam_eps=1e-2", "loss.output.kind=full_vocab", "loss.output.weight=0.5"]
+        return [*settings(models, family, root / f"{family}-{kind}"), *layout, *train, "logging.tensorboard=false"]
+
+    return [one("whole", first, 4), one("parts", first, 2), one("parts", PIPELINE, 4)]
+
+
+def start(environment: dict[str, str], models: Path, root: Path, runs: list[Any], families: list[str]) -> Path:
+    """Verifies and trains in one start of two ranks, because importing takes the longest."""
+    verified = {place(*case): [*settings(models, case[0], root / place(*case)), *LAYOUTS[case[1]]] for case in runs}
+    trained = [each for family in families for each in training(models, family, root)]
+    run(environment, 2, CASES, "verify_and_train", runs=verified, trained=trained)
+    return root
+
+
+@pytest.fixture(scope="module")
+def quick(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return start(megatron_bridge, models, tmp_path_factory.mktemp("quick"), sorted(QUICK), [TRAINED_QUICKLY])
+
+
+@pytest.fixture(scope="module")
+def other_runs(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return start(megatron_bridge, models, tmp_path_factory.mktemp("others"), sorted(set(RUNS) - QUICK), [])
+
+
+@pytest.fixture(scope="module")
+def other_families(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    families = [family for family in EXPERT_FAMILIES if family != TRAINED_QUICKLY]
+    return start(megatron_bridge, models, tmp_path_factory.mktemp("trained"), [], families)
+
+
+@pytest.mark.parametrize("case", parameters(RUNS, QUICK), ids=lambda case: ", ".join(case))
+def test_gradients(request: pytest.FixtureRequest, models: Path, tmp_path: Path, case: tuple[str, str]) -> None:
+    found = request.getfixturevalue("quick" if case in QUICK else "other_runs") / place(*case)
+    config = load_config("verify", [*settings(models, case[0], tmp_path), *LAYOUTS[case[1]]])
+    rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", COMMON["vocab_size"])
+    expected = reference(config, rollouts)
+    losses = json.loads((found / "losses.json").read_text())
+    for key in ("rep/loss", "output/loss"):
+        if key in expected:
+            # the values of sampled tokens have both signs, and nearly cancel
+            assert losses[key] == pytest.approx(expected[key], rel=TOLERANCE, abs=TOLERANCE), key
+    deviations = agreement(load_file(found / "grads.safetensors"), expected["gradients"])
+    worst = max(deviations, key=deviations.__getitem__)
+    theirs = max(agreement(reference(config, rollouts, torch.float32)["gradients"], expected["gradients"]).values())
+    print(f"{', '.join(case)}: {deviations[worst]:.1e} in {worst}; transformers in float32: {theirs:.1e}")
+    assert deviations[worst] < max(TOLERANCE, OF_TRANSFORMERS * theirs), f"{worst}: {deviations[worst]:.1e}"
+
+
+@pytest.mark.parametrize("family", parameters(list(EXPERT_FAMILIES), {TRAINED_QUICKLY}))
+def test_training_resumes_at_another_layout(request: pytest.FixtureRequest, models: Path, family: str) -> None:
+    trained = request.getfixturevalue("quick" if family == TRAINED_QUICKLY else "other_families")
+    whole, parts = (load_file(trained / f"{family}-{kind}" / "hf" / "model.safetensors") for kind in ("whole", "parts"))
+    before = load_file(models / family / "student" / "model.safetensors")
+    assert set(whole) == set(parts) == set(before)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+        fixed = name.endswith("e_score_correction_bias")  # the routers' biases are not trained
+        assert torch.equal(tensor, before[name]) == fixed, name
+    lines = [json.loads(line) for line in (trained / f"{family}-whole" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and lines[3]["rep/loss"] < lines[0]["rep/loss"]
+    assert lines[0]["moe/load_max"] >= 1, "the routers' loads are measured"
+
+
+@pytest.fixture(scope="module")
+def alone(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What needs one process: conversions, models that are built wrongly, refusals."""
+    root = tmp_path_factory.mktemp("alone")
+    cases = {name: [*settings(models, family, root / "out"), *more] for name, (family, more, _) in REFUSED.items()}
+    for name, (family, changes, _) in WRONG_CONFIGS.items():
+        config = json.loads((models / family / "student" / "config.json").read_text())
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps({**config, **changes}))
+        cases[name] = [*settings(models, family, root / "out"), f"student.hf_path={root / name}"]
+    run(megatron_bridge, 1, CASES, "one_process", models=str(models), directory=str(root), cases=cases)
+    return root
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_conversion(models: Path, alone: Path, family: str) -> None:
+    expected = load_file(models / family / "student" / "model.safetensors")
+    found = load_file(alone / family / "back" / "model.safetensors")
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+BUILT_WRONGLY = {
+    "glm4_moe rotary_percent": "is not the RoPE of the HF config",
+    "gpt_oss yarn_rotary_scaling_factor": "is not the RoPE of the HF config",
+    "deepseek_v3 mscale_all_dim": "products of queries and keys by",
+}
+
+
+@pytest.mark.parametrize("name", BUILT_WRONGLY)
+def test_what_would_be_another_model_is_refused(alone: Path, name: str) -> None:
+    message = json.loads((alone / "wrong.json").read_text())[name]
+    assert BUILT_WRONGLY[name] in message and "expected" in message and "\n" not in message, message
+
+
+# case -> (family, settings, what is said)
+REFUSED: dict[str, tuple[str, list[str], str]] = {
+    "norm over all heads": ("olmoe", [*TENSOR], "student.parallel.tensor=2, but the olmoe model norms the queries"),
+    "windows": ("gpt_oss", ["student.parallel.context=2"], "student.parallel.context=2, but the gpt_oss model has"),
+    "biases": (
+        "gpt_oss", [*TENSOR, "student.parallel.expert_tensor=2"], "expert_tensor=2, but the experts of the gpt_oss",
+    ),
+    "loss of routers": ("glm4_moe", ["student.router_aux_loss=0.1"], "student.router_aux_loss=0.1 for a glm4_moe"),
+    "in-process engine": (
+        "gpt_oss", ["rollout.replay=null", "data.train=prompts.jsonl"], "the in-process engine has no gpt_oss",
+    ),
+}  # fmt: skip
+# case -> (family, changes of the student's config.json, what is said)
+WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("gpt_oss", {"swiglu_alpha": 2.0}, "Megatron-Bridge's another one"),
+    "queries": ("deepseek_v3", {"q_lora_rank": None}, "queries that are projected directly (q_lora_rank=null)"),
+    "rope": ("glm4_moe", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "'linear'"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *WRONG_CONFIGS])
+def test_refusals(alone: Path, name: str) -> None:
+    message = json.loads((alone / "refused.json").read_text())[name]
+    says = REFUSED[name][2] if name in REFUSED else WRONG_CONFIGS[name][2]
+    assert says in message and "expected" in message and "\n" not in message, message
