@@ -177,8 +177,8 @@ def stages(study: Study) -> Iterator[list[Arm]]:
     yield [Arm(*key) for key in late]
     yield [Arm(*parts[3]), *(replace(whole, steps=steps) for steps in shorter[1:])]
     yield [Arm(*key, LOWER) for key in parts[:2]]
+    yield [Arm(loss, "all", 2, LOWER if "sampled" in loss else RATE) for loss in LOSSES]
     yield [Arm(*key, HIGHER) for key in losses if "sampled" not in key[0]]
-    yield [replace(Arm(*key), lag=2) for key in losses if key[-1]]
 
 
 def result_file(arm: Arm) -> Path:
