@@ -14,7 +14,7 @@ from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION, RE
 _HEADINGS = ("family", "route", "layouts compared with transformers", "engines", "refused")
 _OWN_LAYOUTS = "TP, SP, PP, VPP, CP, DP, recompute"
 # what special parts of each own family are refused is said when its config.json is read
-_ENGINES = {"own": "in-process, vllm", "bridge": "recorded rollouts, vllm"}
+_ENGINES = {"own": "in-process, vllm", "bridge": "recorded rollouts; vllm not tried"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,10 @@ def rows() -> list[tuple[str, str, str, str, str]]:
         (name, "own", f"{_OWN_LAYOUTS}{', EP' if name in ('mixtral', 'qwen3_moe') else ''}", _ENGINES["own"], "")
         for name in sorted(FAMILIES)
     ]
-    found += [(name, "bridge", kind.layouts, _ENGINES["bridge"], kind.refused) for name, kind in KINDS.items()]
+    found += [
+        (name, "bridge", kind.layouts, "vllm" if name == "gemma" else _ENGINES["bridge"], kind.refused)
+        for name, kind in KINDS.items()
+    ]
     return found + [(name, "refused", "", "", reason) for name, reason in REFUSED_FAMILIES.items()]
 
 

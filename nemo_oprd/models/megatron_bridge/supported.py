@@ -46,9 +46,7 @@ KINDS: dict[str, Kind] = {
     "gemma": Kind(_DENSE),
     "nemotron": Kind(_DENSE),
     "mistral": Kind(_DENSE, refused="sliding windows"),
-    "olmoe": Kind(
-        "PP2, EP2, full recompute", frozenset((_EXPERTS,)), refused=f"tensor and context parallelism; {_ROUTERS}"
-    ),
+    "olmoe": Kind("PP2, EP2, full recompute", frozenset((_EXPERTS,)), refused=f"tensor parallelism; {_ROUTERS}"),
     "gpt_oss": Kind(
         "TP2+SP, PP2, EP2, full recompute",
         frozenset(_GPT_OSS),
