@@ -41,16 +41,19 @@ def problem(spans: np.ndarray, tokens: int) -> str | None:
     return None
 
 
-def as_json(spans: np.ndarray) -> list[dict[str, int]]:
-    """As JSON files of rollouts hold spans."""
-    return [dict(zip(_NAMES, row, strict=True)) for row in spans.tolist()]
+def as_json(spans: np.ndarray) -> dict[str, Any]:
+    """The fields of a JSON file of rollouts: `weight_versions`, and `weight_version` if there is only one version."""
+    rows = spans.tolist()
+    named: dict[str, Any] = {"weight_versions": [dict(zip(_NAMES, row, strict=True)) for row in rows]}
+    return named if len(rows) != 1 else {"weight_version": rows[0][0], **named}
 
 
 def from_json(given: Any) -> np.ndarray | None:
-    """The inverse of `as_json`; None if `given` is no such list."""
+    """The spans of a field `weight_versions`; None if `given` is no such list."""
     rows: Sequence[Any] = given if isinstance(given, list) else [None]
     for row in rows:
-        if not isinstance(row, dict) or {*row} != {*_NAMES} or any(type(value) is not int for value in row.values()):
+        if not isinstance(row, dict) or {*row} != {*_NAMES}:
             return None
-    values = np.array([[row[name] for name in _NAMES] for row in rows], np.int64).reshape(-1, len(_NAMES))
-    return values.astype(np.int32) if (abs(values) < 2**31).all() else None
+        if any(type(value) is not int or not 0 <= value < 2**31 for value in row.values()):
+            return None
+    return np.array([[row[name] for name in _NAMES] for row in rows], np.int32).reshape(-1, len(_NAMES))

@@ -54,7 +54,8 @@ class Evaluator:
         """
         self.config, self.tokenizer = config, tokenizer
         self.graders = GraderChoice(config.evaluation.graders, config.evaluation.judge)
-        self._beside: Generations | None = None  # of which all responses were asked for beside other ones
+        # an evaluation that was sampled beside other responses, and its responses by set
+        self._beside: tuple[Generations, dict[str, dict[int, Rollout]]] | None = None
         self.sets: dict[str, list[Prompt]] = {}
         self.ids: dict[str, list[list[int]]] = {}
         report = DataReport()
@@ -156,12 +157,12 @@ class Evaluator:
         return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
 
     def beside(self, generations: Generations) -> Beside:
-        """All responses of an evaluation, to sample them with other ones; `evaluate` then finds them in `generations`.
+        """All responses of an evaluation, to sample them with other ones; `evaluate` of `generations` then has them.
 
         Args:
             generations: the evaluation's directory, after `begin`, without responses.
         """
-        self._beside, requests, places = generations, list[Request](), list[tuple[SetKey, int]]()
+        requests, places = list[Request](), list[tuple[SetKey, int]]()
         for name in self.sets:
             of = self._set_key(name, generations)
             sampling = self._sampling(of)
@@ -174,7 +175,13 @@ class Evaluator:
                 of, i = places[index]
                 generations.keep(of, dist.get_rank(), [(i, rollout, self.tokenizer.decode(rollout.response_ids))])
 
-        return Beside(requests, keep)
+        def take(rollouts: list[Rollout]) -> None:
+            taken: dict[str, dict[int, Rollout]] = {name: {} for name in self.sets}
+            for (of, i), rollout in zip(places, rollouts, strict=True):
+                taken[of.name][i] = rollout
+            self._beside = generations, taken
+
+        return Beside(requests, keep, take)
 
     def _set_key(self, name: str, generations: Generations) -> SetKey:
         key = (self.config.seed, EVALUATION_STREAM, [*self.sets].index(name))
@@ -199,11 +206,13 @@ class Evaluator:
     ) -> tuple[list[Rollout], bool]:
         """(The responses to a set in order, whether any was sampled); if none was, only the first rank has them."""
         requests = self._requests(of)
-        kept = generations.kept(of, requests) if dist.get_rank() == 0 else {}
+        beside = {} if self._beside is None or self._beside[0] is not generations else self._beside[1][of.name]
+        # the files of other machines' ranks may not be seen at once
+        kept = (generations.kept(of, requests) | beside) if dist.get_rank() == 0 else {}
         # the other ranks need no responses of a set that is complete
         is_complete = first_ranks(len(kept) == len(requests))
         if kept:
-            how = "were sampled beside a step" if generations is self._beside else "are kept from an earlier start"
+            how = "were sampled beside a step" if beside else "are kept from an earlier start"
             logger.info(f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses {how}")
         if is_complete:
             return [kept[i] for i in range(len(kept))], False

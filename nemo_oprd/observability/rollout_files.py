@@ -83,8 +83,8 @@ class RolloutFiles:
 
     def _record(self, rollout: Rollout) -> dict[str, Any]:
         text = {} if self._decode is None else {"response": self._decode(rollout.response_ids)}
-        spans = None if rollout.weight_versions is None else weight_spans.as_json(rollout.weight_versions)
-        told = vars(rollout) | {"weight_versions": spans} | text
+        spans = {} if rollout.weight_versions is None else weight_spans.as_json(rollout.weight_versions)
+        told = vars(rollout) | spans | text
         return {name: value for name, value in told.items() if value is not None}
 
 

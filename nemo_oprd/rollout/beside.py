@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, RolloutEngine, SamplingParams, Ticket
@@ -14,23 +13,23 @@ from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, Rollout
 class Beside:
     """What to sample besides, each request with its own `Request.sampled`, and what takes the responses.
 
-    `keep` is called as in `RolloutEngine.submit`, with the indices of these requests; nothing else has the responses.
+    `keep` is called as in `RolloutEngine.submit`, with the indices of these requests. `take` gets all responses, in
+    order, on every rank, when they are complete.
     """
 
     requests: list[Request]
     keep: Keep
+    take: Callable[[list[Rollout]], None]
 
 
 class EngineBeside:
-    """A rollout engine whose next call of `submit` also samples what was added. In all else it is `engine`."""
+    """`submit` and `collect` of a rollout engine; the next call of `submit` also samples what was added."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._waiting: Beside | None = None
+        self._under_way: Beside | None = None
         self._own = 0  # the requests of the ticket that are not besides
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def add(self, beside: Beside) -> None:
         """Samples `beside` with what is asked for next. Every rank calls this."""
@@ -49,6 +48,7 @@ class EngineBeside:
     ) -> Ticket:
         """See `RolloutEngine`."""
         beside, self._waiting, self._own = self._waiting, None, len(requests)
+        self._under_way = beside
         if beside is None:
             return self._engine.submit(requests, sampling, done, keep)
         count = len(requests)
@@ -67,7 +67,11 @@ class EngineBeside:
     ) -> list[Rollout]:
         """See `RolloutEngine`: the rollouts of the requests that were asked for."""
         try:
-            return self._engine.collect(ticket, should_cancel, last=last)[: self._own]
+            rollouts = self._engine.collect(ticket, should_cancel, last=last)
         except GenerationCancelled as cancelled:
             own = {i: rollout for i, rollout in cancelled.completed.items() if i < self._own}
             raise GenerationCancelled(own) from None
+        if self._under_way is not None:
+            self._under_way.take(rollouts[self._own :])
+            self._under_way = None
+        return rollouts[: self._own]

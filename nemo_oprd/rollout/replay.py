@@ -35,7 +35,7 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
         for i, rollout in enumerate(rollouts):
             record = {name: _plain(value) for name, value in vars(rollout).items() if value is not None}
             if rollout.weight_versions is not None:
-                record["weight_versions"] = weight_spans.as_json(rollout.weight_versions)
+                record |= weight_spans.as_json(rollout.weight_versions)
             yield record | {name: values[i] for name, values in columns.items()}
 
     write_json_lines(path, records())

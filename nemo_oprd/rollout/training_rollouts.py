@@ -12,6 +12,7 @@ from typing import NoReturn
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
+from nemo_oprd.rollout.beside import EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine, Ticket
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.sampled_versions import check_versions
@@ -38,6 +39,7 @@ class RolloutSampler:
             kept and the requests; saves and raises `Stopped`.
         note: called after each sampling with when it began and ended, in seconds since the epoch, and by name with
             the fields of `observability.timeline.Interval`.
+        beside: the engine's calls that an evaluation may go with; None if evaluations are sampled alone.
     """
 
     config: Config
@@ -50,6 +52,7 @@ class RolloutSampler:
     should_cancel: Callable[[], bool]
     stop: Callable[[int, int, int, int], NoReturn]
     note: Callable[..., None] = lambda began, ended, **more: None
+    beside: EngineBeside | None = None
     # of steps that are not over, by their step; all responses of a step, some of which may go on (`finish_reason` None)
     _sampled: dict[int, list[Rollout]] = field(default_factory=dict)
     _under_way: tuple[Portion, Ticket] | None = None
@@ -144,7 +147,7 @@ class RolloutSampler:
                 self.engine.rest()
             self._came(portion, [cached[i] for i in range(len(requests))])
             return None
-        ticket = self.engine.submit(requests, params, cached)
+        ticket = self._engine_of(portion).submit(requests, params, cached)
         self._under_way = portion, ticket
         return ticket
 
@@ -153,7 +156,9 @@ class RolloutSampler:
         step, requests, params = portion.step, portion.requests, portion.params
         self._under_way, began = None, time.time()
         try:
-            rollouts = self.engine.collect(ticket, self.should_cancel, last=not self.config.rollout.max_lag)
+            rollouts = self._engine_of(portion).collect(
+                ticket, self.should_cancel, last=not self.config.rollout.max_lag
+            )
         except GenerationCancelled as cancelled:
             # a run that resumes after `done` steps looks for these
             kept = cancelled.completed if portion.weights == done else {}
@@ -165,6 +170,10 @@ class RolloutSampler:
         if portion.last:  # earlier ones would be in the way of the last one
             self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
         self._came(portion, rollouts)
+
+    def _engine_of(self, portion: Portion) -> RolloutEngine | EngineBeside:
+        """An evaluation goes with what is sampled during the gradient, not with what the ranks wait for before it."""
+        return self.beside if self.beside is not None and portion.last else self.engine
 
     def _note(self, portion: Portion, ticket: Ticket, began: float) -> None:
         """Says when a portion was sampled; `began`: when this process began to collect it."""

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -170,11 +169,13 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         with signals, _written_aside(run):
             yield run
     finally:
-        run.distiller.close()
-        engine.close()
-        run.log.close()
-        if lock is not None:
-            lock.release()
+        try:
+            run.distiller.close()
+        finally:
+            engine.close()
+            run.log.close()
+            if lock is not None:
+                lock.release()
 
 
 @contextmanager
@@ -256,9 +257,8 @@ def _assemble(
     stopping = checkpointer.asked_to_stop, checkpointer.stop_while_sampling
     schedule = Schedule(config, data.prompts, student.spec.max_positions)
     inputs = schedule, data.teacher_inputs
-    beside = EngineBeside(engine)
-    sampling = cast(RolloutEngine, beside)  # it has the engine's attributes
-    sampler = RolloutSampler(config, plan.run.models.routing, sampling, *inputs, cache, first_step, *stopping)
+    sampler = RolloutSampler(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
+    sampler.beside = _overlapping(config, engine)
     checkpointer.write_ahead = sampler.write_ahead
     timeline = Timeline(Path(config.output), first_step, writes=log.writes)
     sampler.note = partial(timeline.note, SAMPLING)
@@ -271,9 +271,7 @@ def _assemble(
         sampler,
         SamplingCheck(config, plan.run.models.vocab_limit),
         recorder,
-        Validation(
-            config, data.evaluator, engine, models, log, checkpoints, first_step, signals, _overlapping(config, beside)
-        ),
+        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, sampler.beside),
         checkpointer,
         log,
         timeline,
@@ -312,14 +310,14 @@ def _resume_cache(config: Config, student: Path) -> ResumeCache:
     return ResumeCache(Path(config.output) / "rollouts", sampled_with)
 
 
-def _overlapping(config: Config, engine: EngineBeside) -> EngineBeside | None:
+def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
     """What samples evaluations beside training; None if they are sampled alone.
 
     The in-process engine has no time in which the trainer computes. The checkpoint of a best evaluation is written
     before the next step.
     """
     waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
-    return None if waits or not config.rollout.max_lag else engine
+    return None if waits or not config.rollout.max_lag else EngineBeside(engine)
 
 
 def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:

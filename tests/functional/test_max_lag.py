@@ -57,7 +57,7 @@ def test_each_response_is_of_the_weights_that_it_names(
         rollouts = [json.loads(row) for row in rows]
         for rollout in rollouts:
             whole = {"version": sampled_by, "start": 0, "end": len(rollout["response_ids"])}
-            assert rollout["weight_versions"] == [whole]
+            assert rollout["weight_versions"] == [whole] and rollout["weight_version"] == sampled_by
         assert line["rollout/lag_mean"] == line["rollout/lag_max"] == step - sampled_by
         found = []
         for steps in (sampled_by, step):

@@ -21,7 +21,7 @@ TOOLS = sorted(file for file in (ROOT / "checkpoint_tools").glob("[!_]*.py"))
     [
         ([], "nemo-oprd: COMMAND missing; expected COMMAND: give it (nemo-oprd --help)"),
         (["trian"], "nemo-oprd trian: expected one of doctor, train, verify, fit-bridge, evaluate, serve, data, plan, "
-         "rehearse, toy, report, compare, capture, grade, from-nemo-rl; did you mean 'train'?"),
+         "rehearse, families, toy, report, compare, capture, grade, from-nemo-rl; did you mean 'train'?"),
         (["train"], "nemo-oprd train: --config-name missing; expected --config-name NAME: give it (nemo-oprd train "
          "--help)"),
         (["train", "--config-name"], "nemo-oprd train: --config-name has no value; expected --config-name NAME: give "

@@ -22,8 +22,6 @@ TRAINING, EVALUATION = (
 class Engine:
     """Answers request i with id i, and keeps each response; the first `complete` of them, if it is cancelled."""
 
-    name = "an engine"
-
     def __init__(self, complete: int | None = None) -> None:
         self.complete = complete
 
@@ -40,21 +38,20 @@ class Engine:
         return rollouts
 
 
-def added() -> tuple[Beside, dict[int, Rollout]]:
-    kept: dict[int, Rollout] = {}
-    return Beside([Request([5], sampled=(EVALUATION, i)) for i in range(3)], kept.update), kept
+def added() -> tuple[Beside, dict[int, Rollout], list[Rollout]]:
+    kept, taken = dict[int, Rollout](), list[Rollout]()
+    return Beside([Request([5], sampled=(EVALUATION, i)) for i in range(3)], kept.update, taken.extend), kept, taken
 
 
 def test_it_goes_with_the_next_call_and_no_other() -> None:
-    engine, (beside, kept) = EngineBeside(Engine()), added()  # type: ignore[arg-type]
-    assert engine.name == "an engine"
+    engine, (beside, kept, taken) = EngineBeside(Engine()), added()  # type: ignore[arg-type]
     engine.add(beside)
     of_training: dict[int, Rollout] = {}
     ticket = engine.submit([Request([1]), Request([2])], TRAINING, {}, of_training.update)
     assert [request.prompt_ids for request in ticket.requests] == [[1], [2], [5], [5], [5]]
     assert [rollout.response_ids.tolist() for rollout in engine.collect(ticket)] == [[0], [1]]
     assert {i: rollout.response_ids.tolist() for i, rollout in kept.items()} == {0: [2], 1: [3], 2: [4]}
-    assert sorted(of_training) == [0, 1]
+    assert sorted(of_training) == [0, 1] and [rollout.response_ids.tolist() for rollout in taken] == [[2], [3], [4]]
     again = engine.submit([Request([1])], TRAINING)
     assert len(again.requests) == 1 and again.keep is None and len(engine.collect(again)) == 1
     engine.add(beside)
@@ -64,17 +61,17 @@ def test_it_goes_with_the_next_call_and_no_other() -> None:
 
 def test_what_is_complete_of_a_cancelled_call() -> None:
     """Training gets its own responses back; those of the evaluation are kept already."""
-    engine, (beside, kept) = EngineBeside(Engine(complete=4)), added()  # type: ignore[arg-type]
+    engine, (beside, kept, taken) = EngineBeside(Engine(complete=4)), added()  # type: ignore[arg-type]
     engine.add(beside)
     ticket = engine.submit([Request([1]), Request([2])], TRAINING)
     with pytest.raises(GenerationCancelled) as cancelled:
         engine.collect(ticket)
-    assert sorted(cancelled.value.completed) == [0, 1] and sorted(kept) == [0, 1]
+    assert sorted(cancelled.value.completed) == [0, 1] and sorted(kept) == [0, 1] and not taken
 
 
 def test_servers_sample_it_as_if_it_were_alone(tmp_path: Path) -> None:
     """The parameters and the seed of a request do not depend on the call that it is in."""
-    beside, _ = added()
+    beside, *_ = added()
     limits = 100, (1,), 50, 60.0
     joined = Task([Request([1]), *beside.requests], TRAINING, *limits)
     alone = Task([Request([5])] * 3, EVALUATION, *limits)

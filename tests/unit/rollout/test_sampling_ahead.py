@@ -18,6 +18,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.rollout import resume_cache, schedule, training_rollouts
+from nemo_oprd.rollout.beside import Beside, EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, Weights
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts, schedule_settings
@@ -246,6 +247,22 @@ def test_segments_come_from_the_weights_of_the_schedule(tmp_path: Path, lag: int
         engine.step()
     made.cache.finish()
     assert len({*engine.keys}) == len(engine.keys), "no two parts have the same randomness"
+
+
+def test_an_evaluation_goes_with_what_is_sampled_during_the_gradient(tmp_path: Path) -> None:
+    """With as many segments as students, the ranks wait for the last ones, which come first."""
+    engine, seen = GrowingEngine(), []
+    made = segmented(engine, tmp_path, lag=1, tokens=4)
+    made.beside = EngineBeside(engine)  # type: ignore[arg-type]
+    evaluation = Request([1], key=(0, 0, 0, 0), most=1)
+    for step in range(2):
+        made.beside.add(Beside([evaluation] * 3, lambda found: None, lambda taken: seen.append((step, len(taken)))))
+        check_step(made.rollouts(step), step, 1, 4)
+        assert len(seen) == step, "nothing of the evaluation before the gradient"
+        made.settle(step)
+        assert seen[-1] == (step, 3)
+        engine.step()
+    made.cache.finish()
 
 
 @pytest.mark.parametrize("killed", ["in the gradient", "before the weights change", "while it samples"])
