@@ -118,8 +118,11 @@ class Recorder(TorchDispatchMode):
         return self._known
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Counts what happens inside for the phase `name`; what is alive at its begin counts, too."""
+    def phase(self, name: str, part: str | None = None) -> Iterator[None]:
+        """Counts what happens inside for the phase `name`; what is alive at its begin counts, too.
+
+        It stands for a `PhaseTimer`, which also knows parts of phases; they are counted as their phase.
+        """
         before = self.phase_name, self._phase
         self._enter(name, self.phases.setdefault(name, Phase()))
         try:

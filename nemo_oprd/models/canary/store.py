@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nemo_oprd
 from nemo_oprd.models.canary.verdict import CanaryVerdict
+from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.models.fingerprint import fingerprint
 from nemo_oprd.runtime.files import cache_directory, write_atomically
 
@@ -39,6 +40,8 @@ def canary_key(directory: Path, *, prompts: list[list[int]], layout: str, dtype:
     what = {
         "format": _FORMAT,
         "weights": fingerprint(Path(directory)),
+        # a change in place of a few tensors can lie between the pieces that the fingerprint reads
+        "files": _files(Path(directory)),
         "prompts": prompts,
         "layout": layout,
         "dtype": dtype,
@@ -46,6 +49,12 @@ def canary_key(directory: Path, *, prompts: list[list[int]], layout: str, dtype:
         "versions": versions,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def _files(directory: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of the last change of every file of a model."""
+    files = sorted(path for path in checkpoint_directory(directory).rglob("*") if path.is_file())
+    return [(str(file.relative_to(directory)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def kept_verdict(key: str) -> CanaryVerdict | None:

@@ -5,8 +5,10 @@ how far transformers itself deviates, in the engine's precision:
 
 - float32: every row within 1e-5 or, if that is more, 1.5 times the worst row of transformers' float32 against its
   float64 in the layers so far. The second is measured only when a row exceeds the first.
-- bfloat16: the median row of a layer within 1.5 times the median of transformers' bfloat16 against its float32. Rows
-  beyond the sliding window are judged by themselves, too, because they may be too few to move the median of all.
+- bfloat16: the median row of a layer within 1.5 times the median of transformers' bfloat16 against its float32. Each
+  prompt, the first rows of all prompts, the rows beyond the sliding window and each chunk are judged by themselves,
+  too, because they may be too few to move the median of all. Of less than 16 rows, the median may be 4 times
+  transformers' own worst row of the layer: single rows scatter, and a token may visit another expert.
 
 Shapes: T tokens of a prompt, D hidden size, N rows of all prompts.
 """
@@ -26,6 +28,7 @@ States = Mapping[int, list[torch.Tensor]]
 # rounding of sums in another order, over layers of any depth that was tried (docs/canary.md)
 FLOAT32_ROW = 1e-5
 OWN_DEVIATIONS = 1.5
+OWN_WORST_ROWS, _MANY_ROWS = 4.0, 16
 # transformers' states in another precision: "float64" or "bfloat16"
 Measure = Callable[[str], ReferenceStates]
 
@@ -119,7 +122,7 @@ def prove(
     deviations = {layer: _deviations(rows, reference.layers[layer]) for layer, rows in states.items()}
     if dtype == "bfloat16":
         assert measure is not None, "bfloat16 is judged by transformers' own bfloat16"
-        bounds = _bfloat16_bounds(deviations, reference, measure("bfloat16"), window)
+        bounds = _bfloat16_bounds(deviations, reference, measure("bfloat16"), window, chunk)
     else:
         bounds = _float32_bounds(deviations, reference, measure)
     for layer, bound in bounds.items():
@@ -178,21 +181,44 @@ def _float32_bounds(
 
 
 def _bfloat16_bounds(
-    deviations: dict[int, list[torch.Tensor]], reference: ReferenceStates, rounded: ReferenceStates, window: int | None
+    deviations: dict[int, list[torch.Tensor]],
+    reference: ReferenceStates,
+    rounded: ReferenceStates,
+    window: int | None,
+    chunk: int,
 ) -> dict[int, _Bound]:
     bounds = {}
     for layer, prompts in deviations.items():
         own = _deviations(rounded.layers[layer], reference.layers[layer])
-        groups = {"median row": slice(None)}
-        if window is not None and any(len(rows) > window for rows in own):
-            groups["median row beyond the sliding window"] = slice(window, None)
-        row = OWN_DEVIATIONS * max(float(rows.max()) for rows in own)
+        worst = max(float(rows.max()) for rows in own)
         candidates = []
-        for what, part in groups.items():
-            allowed = OWN_DEVIATIONS * float(torch.cat([rows[part] for rows in own]).median())
-            candidates.append(_Bound(allowed, float(torch.cat([rows[part] for rows in prompts]).median()), row, what))
+        for what, chosen in _groups([len(rows) for rows in own], window, chunk).items():
+            there, here = (
+                torch.cat([rows[part] for rows, part in zip(each, chosen, strict=True)]) for each in (own, prompts)
+            )
+            # the median of a few rows may lie anywhere between theirs
+            allowed = OWN_DEVIATIONS * float(there.median()) if len(there) >= _MANY_ROWS else OWN_WORST_ROWS * worst
+            candidates.append(_Bound(allowed, float(here.median()), OWN_DEVIATIONS * worst, what))
         bounds[layer] = next((bound for bound in candidates if bound.exceeded), candidates[0])
     return bounds
+
+
+def _groups(lengths: list[int], window: int | None, chunk: int) -> dict[str, list[slice]]:
+    """What is judged by its median -> the rows of each prompt; few rows do not move the median of all."""
+    none = slice(0)
+    groups = {"median row": [slice(None) for _ in lengths]}
+    for i in range(len(lengths)):
+        groups[f"median row of prompt {i}"] = [slice(None) if i == j else none for j in range(len(lengths))]
+    groups["median first row of the prompts"] = [slice(1) for _ in lengths]
+    if window is not None:
+        groups["median row beyond the sliding window"] = [slice(window, None) for _ in lengths]
+    for start in range(chunk, max(lengths), chunk) if chunk else ():
+        groups[f"median row of the chunk from row {start}"] = [slice(start, start + chunk) for _ in lengths]
+    return {
+        what: chosen
+        for what, chosen in groups.items()
+        if any(part.indices(length)[0] < part.indices(length)[1] for part, length in zip(chosen, lengths, strict=True))
+    }
 
 
 def _check_shapes(found: States, reference: ReferenceStates, family: str) -> None:

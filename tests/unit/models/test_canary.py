@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,35 @@ def test_few_rows_beyond_the_window_are_seen_in_bfloat16(models: Callable[..., R
     assert (refused.value.layer, refused.value.prompt, refused.value.row) == (2, 1, window)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "rows", "what"),
+    [
+        (0, slice(None), "median row of prompt 0"),
+        (2, slice(None), "median row of prompt 2"),
+        (3, slice(None), "median row of prompt 3"),
+        (1, slice(CHUNK, 2 * CHUNK), f"median row of the chunk from row {CHUNK}"),
+        (1, slice(4 * CHUNK, None), f"median row of the chunk from row {4 * CHUNK}"),
+        (None, slice(1), "median first row of the prompts"),
+    ],
+)
+def test_few_rows_are_seen_in_bfloat16(
+    prompt: int | None, rows: slice, what: str, models: Callable[..., ReferenceStates]
+) -> None:
+    """A wrong prompt, a wrong chunk and wrong first rows, none of which moves the median of all rows."""
+    reference, rounded = models("qwen2"), models("qwen2", "bfloat16")
+    found = {2: [states.clone() for states in rounded.layers[2]]}
+    draw = torch.Generator().manual_seed(1)
+    for i, states in enumerate(found[2]):
+        if prompt == i or (prompt is None and len(states) > 1):
+            states[rows] = 10 * torch.randn(states[rows].shape, generator=draw)
+    arguments = {"dtype": "bfloat16", "measure": lambda _: rounded, "chunk": CHUNK}
+    prove(rounded.layers, reference, "qwen2", **arguments)
+    with pytest.raises(CanaryRefused, match=f"layer's {what} by") as refused:
+        prove(found, reference, "qwen2", **arguments)
+    assert (refused.value.layer, refused.value.row) == (2, rows.start or 0)
+    assert prompt in (None, refused.value.prompt)
+
+
 def test_verdicts_are_kept_by_weights_and_all_that_computes(
     models: Callable[..., ReferenceStates], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +294,13 @@ def test_verdicts_are_kept_by_weights_and_all_that_computes(
     keys = {canary_key(tmp_path / "model", **{**same, name: value}) for name, value in others.items()}
     save_model("qwen2", tmp_path / "model", spoil=_norm_less_one)
     keys |= {canary_key(tmp_path / "model", **same)}
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    stamp = weights.stat().st_mtime_ns
+    before = canary_key(tmp_path / "model", **same)
+    os.utime(weights, ns=(stamp, stamp + 10**9))
+    assert canary_key(tmp_path / "model", **same) != before, (
+        "a tensor may have changed between the fingerprint's pieces"
+    )
     assert len(keys) == 5 and key not in keys
     (tmp_path / "cache" / "nemo_oprd" / "canary" / f"{key}.json").write_text('{"family": "qwen2"}')
     assert kept_verdict(key) is None
