@@ -1,7 +1,4 @@
-"""The architecture of a model that vLLM servers compute, as far as the trainer needs it: any family, no weight mapping.
-
-Imports no torch, as the rest of this package.
-"""
+"""The architecture of a model that vLLM servers compute, as far as the trainer needs it: any family, no mapping."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from pathlib import Path
 
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.architecture import Family, positive_integer, source_dtype
+from nemo_oprd.models.complete_config import text_config
 from nemo_oprd.models.rope import Rope
 
 # what families call the same size; the first name that a config has counts
@@ -20,14 +18,15 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "
 def read_served_spec(path: str | Path) -> ModelSpec:
     """Depth, width, vocabulary and positions from `path/config.json`, of the language model in it if it has parts.
 
+    What the file leaves out has transformers' defaults.
+
     What only a model in this process needs (heads, feed-forward size, RoPE, norms) is not read, and is 0 or a default.
 
     Raises:
         ValueError: there is no readable config.json, or it names none of these sizes.
     """
     hf_config, source = read_hf_config(path), str(Path(path) / "config.json")
-    text = hf_config.get("text_config")
-    text = hf_config if not isinstance(text, dict) else {**hf_config, **text}
+    text = text_config(hf_config)
     _check_rope(text, source)
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
@@ -53,7 +52,7 @@ def read_served_spec(path: str | Path) -> ModelSpec:
         qkv_bias=False,
         proj_bias=False,
         qk_norm=False,
-        dtype=source_dtype(text),
+        dtype=source_dtype({**hf_config, **(hf_config.get("text_config") or {})}),
         hf_config=hf_config,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from nemo_oprd.models.complete_config import text_config
+
 # of the short prompts: one token, which attends to itself only, and lengths that no power of two divides
 LENGTHS = (7, 33, 1, 64, 18)
 # how far the longest prompt goes beyond the window and the chunk; without either it has as many tokens in all
@@ -41,7 +43,7 @@ def canary_prompts(vocab_size: int, window: int | None, chunk: int, limit: int |
 
 def sliding_window(hf_config: dict[str, Any]) -> int | None:
     """The sliding window of a model by its config.json in tokens; None if no sequence of the model exceeds one."""
-    text = hf_config.get("text_config") or hf_config
+    text = text_config(hf_config)
     window = text.get("sliding_window")
     kinds = text.get("layer_types")
     used = text.get("use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)

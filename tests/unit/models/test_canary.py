@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 
 from nemo_oprd.models.canary import (
     CanaryRefused,
@@ -23,6 +25,8 @@ from nemo_oprd.models.canary import (
     reference_states,
 )
 from nemo_oprd.models.canary.layer_by_layer import layered_states
+from nemo_oprd.models.canary.prompts import sliding_window
+from nemo_oprd.models.served import read_served_spec
 from tests.support.canary_models import FAMILIES, SIZES, WINDOW, save_model, whole_model_states
 
 CHUNK = 32
@@ -304,3 +308,22 @@ def test_verdicts_are_kept_by_weights_and_all_that_computes(
     assert len(keys) == 5 and key not in keys
     (tmp_path / "cache" / "nemo_oprd" / "canary" / f"{key}.json").write_text('{"family": "qwen2"}')
     assert kept_verdict(key) is None
+
+
+def test_what_a_config_leaves_out_has_transformers_defaults(tmp_path: Path) -> None:
+    """Published configs of models with several parts name few sizes; a window that is not named may be in use."""
+    config = {
+        "model_type": "gemma3",
+        "torch_dtype": "bfloat16",
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 7},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, complete = read_served_spec(tmp_path), Gemma3TextConfig(hidden_size=64, num_hidden_layers=7)
+    assert (spec.num_layers, spec.hidden_size, spec.dtype) == (7, 64, "bfloat16")
+    assert (spec.vocab_size, spec.max_positions) == (complete.vocab_size, complete.max_position_embeddings)
+    assert spec.tied_embeddings == complete.tie_word_embeddings
+    assert sliding_window(spec.hf_config) == complete.sliding_window
+    assert sliding_window({"model_type": "mistral"}) == 4096 and sliding_window({"model_type": "qwen2"}) is None
+    unknown = {"model_type": "nobody's", "sliding_window": 8}
+    assert sliding_window(unknown) == 8
