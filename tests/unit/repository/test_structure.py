@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def too_long(name: str, source: str) -> Iterator[str]:
             limit = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
             if node.end_lineno - node.lineno + 1 > limit:
                 yield f"{name}: {node.name}"
+
+
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """Together pytest could not import them; the default lanes never collect all."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(names) > 100 and names.most_common(1)[0][1] == 1, names.most_common(1)
 
 
 def test_limits() -> None:
