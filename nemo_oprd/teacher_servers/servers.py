@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,30 +90,53 @@ def place(config: Config, machines: Sequence[str], devices: Sequence[str | None]
 
 @dataclass
 class _Queue:
-    """The requests that are still to be asked, and the bytes of answers that wait in shared memory for this rank."""
+    """The requests that are still to be asked, and the bytes of answers that wait in shared memory for this rank.
+
+    Attributes:
+        left: claimed from the end.
+        sizes: bytes of the answer to each request.
+        room: bytes of answers that may wait at a time.
+        waiting: bytes of the answers of requests that are under way.
+        under_way: claimed and neither taken nor given back.
+    """
 
     left: list[tuple[int, Request]]
     sizes: dict[int, int]
     room: int
     waiting: int = 0
+    under_way: dict[int, Request] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def claim(self) -> Claimed | None:
-        """The next request, once there is room for its answer, or nothing else waits; None if there are no more."""
-        while self.left:
-            size = self.sizes[self.left[-1][0]]
-            if not self.waiting or self.waiting + size <= self.room:
-                self.waiting += size
-                index, request = self.left.pop()
-                return index, request.body()
+        """The next request, once there is room for its answer, or nothing else waits; None if there are no more.
+
+        It is not over while requests are under way, because a dead server's come back.
+        """
+        while self.left or self.under_way:
+            if self.left:
+                index, request = self.left[-1]
+                if not self.waiting or self.waiting + self.sizes[index] <= self.room:
+                    self.left.pop()
+                    self.waiting += self.sizes[index]
+                    self.under_way[index] = request
+                    return index, request.body()
             self._changed.clear()
             await self._changed.wait()
         return None
 
     def taken(self, index: int) -> None:
         """Its answer is out of shared memory."""
+        self._end(index)
+
+    def give_back(self, claimed: Claimed) -> None:
+        """Its server died. Another one answers it under another name: half an answer may have the first one."""
+        index, _ = claimed
+        self.left.append((index, self._end(index).renamed()))
+
+    def _end(self, index: int) -> Request:
         self.waiting -= self.sizes[index]
         self._changed.set()
+        return self.under_way.pop(index)
 
 
 @dataclass(frozen=True)
@@ -121,7 +144,7 @@ class _AnswerFiles:
     """Reads the answers in a folder; a `Reader` of `Sampling`."""
 
     folder: AnswerFolder
-    requests: Sequence[Request]
+    requests: Mapping[int, Request]  # those under way
     width: int
     dtype: str
     generations: dict[str, int]  # server's name -> how often it was started
@@ -322,7 +345,7 @@ class TeacherServers:
         left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
         waiting = _Queue(left, sizes, self._room())
         names = {server.name: server.generation for server in servers}
-        files = _AnswerFiles(self._answers, requests, self._spec.hidden_size, self._canary.dtype, names)
+        files = _AnswerFiles(self._answers, waiting.under_way, self._spec.hidden_size, self._canary.dtype, names)
         readers = max(len(each.readers) for each in self._mine)
         arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
 
@@ -337,6 +360,7 @@ class TeacherServers:
             waiting.claim,
             max(1, MAX_SEQUENCES // readers),
             deliver,
+            waiting.give_back,
         )
         under_way = self._client.start(work.run(servers))
         under_way.add_done_callback(lambda _: arrived.put(None))
