@@ -35,7 +35,14 @@ from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
 from nemo_oprd.teacher_servers.canary import Canary
-from nemo_oprd.teacher_servers.launch import KEY, MAX_SEQUENCES, VARIABLES, check_description, server_arguments
+from nemo_oprd.teacher_servers.launch import (
+    BATCHED_TOKENS,
+    KEY,
+    MAX_SEQUENCES,
+    VARIABLES,
+    check_description,
+    server_arguments,
+)
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 logger = logging.getLogger(__name__)
@@ -86,6 +93,21 @@ def place(config: Config, machines: Sequence[str], devices: Sequence[str | None]
             f"one on every machine of the student: set {KEY}.replicas to a multiple of {len(set(machines))}"
         )
     return places
+
+
+def longest_sequence(config: Config, canary: Canary) -> int:
+    """The most tokens of a sequence that servers are asked for, of the run and of the canary.
+
+    All positions of the model, unless it is known before what the teacher reads: the student's ids, of prompts with a
+    limit and of responses that this run samples.
+    """
+    limit, teacher, positions = config.data.max_prompt_tokens, config.teacher, canary.spec.max_positions
+    others_ids = teacher.reads != "ids" or teacher.prompt is not None or config.rollout.replay is not None
+    flags = [str(flag).partition("=")[0].replace("_", "-") for flag in teacher.vllm.flags]
+    if limit is None or others_ids or "--max-num-batched-tokens" in flags:
+        return positions
+    proof = max(map(len, canary.prompts({"chunk": BATCHED_TOKENS})))
+    return min(positions, max(limit + config.rollout.max_new_tokens, proof))
 
 
 @dataclass
@@ -193,7 +215,8 @@ class TeacherServers:
             return
         try:
             self._client = Client()
-            flags = server_arguments(config, canary.spec, canary.directory, cuda=device().type == "cuda")
+            longest = longest_sequence(config, canary)
+            flags = server_arguments(config, canary.directory, longest, cuda=device().type == "cuda")
             for each in self._mine:
                 if each.controller == self._rank:
                     self._start(each, number, flags)
