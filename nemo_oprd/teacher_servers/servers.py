@@ -376,15 +376,8 @@ class TeacherServers:
             waiting.taken(index)
             arrived.put((index, answer))
 
-        work = Sampling(
-            self._client,
-            files,
-            self._settings.request_timeout,
-            waiting.claim,
-            max(1, MAX_SEQUENCES // readers),
-            deliver,
-            waiting.give_back,
-        )
+        slots, limit_s = max(1, MAX_SEQUENCES // readers), self._settings.request_timeout
+        work = Sampling(self._client, files, limit_s, waiting.claim, slots, deliver, waiting.give_back)
         under_way = self._client.start(work.run(servers))
         under_way.add_done_callback(lambda _: arrived.put(None))
         while (found := arrived.get()) is not None:
