@@ -18,6 +18,7 @@ from nemo_oprd.models import Family, ModelSpec, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron_bridge.provider import check_provider, find_family
 from nemo_oprd.models.served import read_served_spec
+from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup import checks
 
 
@@ -152,7 +153,7 @@ def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
     """
     student = resolve_model(config.student, "student")
     checks.check_engine_sizes(config, student.spec)
-    ranks = checks.trainer_ranks(config, world_size)
+    ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)  # no teacher has servers here
     checks.check_rollout_ranks(config, ranks)
     return SamplingSpec(config, student, Layout(data=ranks))
 

@@ -24,14 +24,19 @@ def check_settings(settings: ServerConfig) -> None:
     find_python(settings, KEY)
 
 
-def server_arguments(config: Config, spec: ModelSpec, directory: Path, *, cuda: bool) -> list[str]:
-    """The arguments of a server, without where it listens; `directory` holds the model, its weights included."""
+def server_arguments(config: Config, directory: Path, longest: int, *, cuda: bool) -> list[str]:
+    """The arguments of a server, without where it listens.
+
+    Args:
+        directory: holds the model, its weights included.
+        longest: the most tokens of a sequence.
+    """
     settings = config.teacher.vllm
     arguments = [
         *("--model", str(directory), "--served-model-name", "teacher", "--load-format", "auto"),
         *("--skip-tokenizer-init", "--tokens-only", "--generation-config", "vllm"),
         *("--dtype", DTYPES[config.precision]),
-        *("--max-model-len", str(spec.max_positions + 1), "--max-num-seqs", str(MAX_SEQUENCES)),
+        *("--max-model-len", str(longest + 1), "--max-num-seqs", str(MAX_SEQUENCES)),
         *("--max-num-batched-tokens", str(BATCHED_TOKENS)),
         *("--tensor-parallel-size", str(settings.tensor), "--seed", str(config.seed)),
         # a compiled model calls no hooks, and a cached prefix is not computed

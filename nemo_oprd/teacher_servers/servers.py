@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,14 @@ from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
 from nemo_oprd.teacher_servers.canary import Canary
-from nemo_oprd.teacher_servers.launch import KEY, MAX_SEQUENCES, VARIABLES, check_description, server_arguments
+from nemo_oprd.teacher_servers.launch import (
+    BATCHED_TOKENS,
+    KEY,
+    MAX_SEQUENCES,
+    VARIABLES,
+    check_description,
+    server_arguments,
+)
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 logger = logging.getLogger(__name__)
@@ -88,32 +95,70 @@ def place(config: Config, machines: Sequence[str], devices: Sequence[str | None]
     return places
 
 
+def longest_sequence(config: Config, canary: Canary) -> int:
+    """The most tokens of a sequence that servers are asked for, of the run and of the canary.
+
+    All positions of the model, unless it is known before what the teacher reads: the student's ids, of prompts with a
+    limit and of responses that this run samples.
+    """
+    limit, teacher, positions = config.data.max_prompt_tokens, config.teacher, canary.spec.max_positions
+    others_ids = teacher.reads != "ids" or teacher.prompt is not None or config.rollout.replay is not None
+    flags = [str(flag).partition("=")[0].replace("_", "-") for flag in teacher.vllm.flags]
+    if limit is None or others_ids or "--max-num-batched-tokens" in flags:
+        return positions
+    proof = max(map(len, canary.prompts({"chunk": BATCHED_TOKENS})))
+    return min(positions, max(limit + config.rollout.max_new_tokens, proof))
+
+
 @dataclass
 class _Queue:
-    """The requests that are still to be asked, and the bytes of answers that wait in shared memory for this rank."""
+    """The requests that are still to be asked, and the bytes of answers that wait in shared memory for this rank.
+
+    Attributes:
+        left: claimed from the end.
+        sizes: bytes of the answer to each request.
+        room: bytes of answers that may wait at a time.
+        waiting: bytes of the answers of requests that are under way.
+        under_way: claimed and neither taken nor given back.
+    """
 
     left: list[tuple[int, Request]]
     sizes: dict[int, int]
     room: int
     waiting: int = 0
+    under_way: dict[int, Request] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def claim(self) -> Claimed | None:
-        """The next request, once there is room for its answer, or nothing else waits; None if there are no more."""
-        while self.left:
-            size = self.sizes[self.left[-1][0]]
-            if not self.waiting or self.waiting + size <= self.room:
-                self.waiting += size
-                index, request = self.left.pop()
-                return index, request.body()
+        """The next request, once there is room for its answer, or nothing else waits; None if there are no more.
+
+        It is not over while requests are under way, because a dead server's come back.
+        """
+        while self.left or self.under_way:
+            if self.left:
+                index, request = self.left[-1]
+                if not self.waiting or self.waiting + self.sizes[index] <= self.room:
+                    self.left.pop()
+                    self.waiting += self.sizes[index]
+                    self.under_way[index] = request
+                    return index, request.body()
             self._changed.clear()
             await self._changed.wait()
         return None
 
     def taken(self, index: int) -> None:
         """Its answer is out of shared memory."""
+        self._end(index)
+
+    def give_back(self, claimed: Claimed) -> None:
+        """Its server died. Another one answers it under another name: half an answer may have the first one."""
+        index, _ = claimed
+        self.left.append((index, self._end(index).renamed()))
+
+    def _end(self, index: int) -> Request:
         self.waiting -= self.sizes[index]
         self._changed.set()
+        return self.under_way.pop(index)
 
 
 @dataclass(frozen=True)
@@ -121,7 +166,7 @@ class _AnswerFiles:
     """Reads the answers in a folder; a `Reader` of `Sampling`."""
 
     folder: AnswerFolder
-    requests: Sequence[Request]
+    requests: Mapping[int, Request]  # those under way
     width: int
     dtype: str
     generations: dict[str, int]  # server's name -> how often it was started
@@ -170,7 +215,8 @@ class TeacherServers:
             return
         try:
             self._client = Client()
-            flags = server_arguments(config, canary.spec, canary.directory, cuda=device().type == "cuda")
+            longest = longest_sequence(config, canary)
+            flags = server_arguments(config, canary.directory, longest, cuda=device().type == "cuda")
             for each in self._mine:
                 if each.controller == self._rank:
                     self._start(each, number, flags)
@@ -322,7 +368,7 @@ class TeacherServers:
         left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
         waiting = _Queue(left, sizes, self._room())
         names = {server.name: server.generation for server in servers}
-        files = _AnswerFiles(self._answers, requests, self._spec.hidden_size, self._canary.dtype, names)
+        files = _AnswerFiles(self._answers, waiting.under_way, self._spec.hidden_size, self._canary.dtype, names)
         readers = max(len(each.readers) for each in self._mine)
         arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
 
@@ -330,14 +376,8 @@ class TeacherServers:
             waiting.taken(index)
             arrived.put((index, answer))
 
-        work = Sampling(
-            self._client,
-            files,
-            self._settings.request_timeout,
-            waiting.claim,
-            max(1, MAX_SEQUENCES // readers),
-            deliver,
-        )
+        slots, limit_s = max(1, MAX_SEQUENCES // readers), self._settings.request_timeout
+        work = Sampling(self._client, files, limit_s, waiting.claim, slots, deliver, waiting.give_back)
         under_way = self._client.start(work.run(servers))
         under_way.add_done_callback(lambda _: arrived.put(None))
         while (found := arrived.get()) is not None:

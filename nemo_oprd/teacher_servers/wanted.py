@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,10 @@ class Request:
         """What is posted. The one token that vLLM wants to sample is not read."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "extra_args": {ASK: self.ask.text()}}
         return {"token_ids": self.ids, "sampling_params": sampling}
+
+    def renamed(self) -> Request:
+        """The same request for an answer of another name."""
+        return Request(self.ids, replace(self.ask, name=uuid.uuid4().hex))
 
     def read(self, header: dict[str, Any], values: bytearray, server: str, expected: dict[str, Any]) -> Answer:
         """The answer in a file.

@@ -66,7 +66,7 @@ class Teacher:
             with (HERE / "asks.jsonl").open("a") as file:
                 line = {"pid": os.getpid(), "server": self.options.uds, "tokens": len(ids), "ask": json.loads(text)}
                 file.write(json.dumps(line) + "\n")
-        ask = Ask.parse(text, len(ids), self.depth)
+        ask = Ask.parse(text, len(ids), self.depth, self.vocabulary)
         if dies:  # in the middle of an answer
             (Path(os.environ[FOLDER]) / f"{ask.name}.part").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)

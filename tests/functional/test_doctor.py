@@ -242,6 +242,12 @@ def test_an_engine_that_is_not_installed(diagnose: Diagnose, models: Path) -> No
     assert found["start"].code == "train-refuses" and "nowhere does not exist" in found["start"].text
 
 
+def test_servers_of_a_teacher_that_can_not_be_started(diagnose: Diagnose, models: Path) -> None:
+    settings = ["teacher.engine=vllm", "teacher.vllm.python=nowhere", "evaluation.teacher=false"]
+    found = diagnose(of(models / "teacher"), *settings, problems=1, prompts=2)
+    assert found["start"].code == "train-refuses" and "nowhere does not exist" in found["start"].text
+
+
 def test_recorded_rollouts_are_not_read(diagnose: Diagnose, models: Path) -> None:
     found = diagnose(of(models / "teacher"), "rollout.engine=vllm", "rollout.replay=recorded.jsonl")
     assert verdicts(found) == {"engine": "skipped"}

@@ -42,7 +42,7 @@ from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.signals import agree
 from nemo_oprd.setup.canary import Proof, prove_models
-from nemo_oprd.setup.checks import check_same_architecture
+from nemo_oprd.setup.checks import check_same_architecture, check_teacher_servers
 from nemo_oprd.setup.data import check_bridge_tokenizers, read_prompts
 from nemo_oprd.setup.models import ModelFiles, RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.prompt_files import validation_problems
@@ -236,9 +236,14 @@ class Examination:
     def check_models(self) -> None:
         """The checks of forward passes, teacher by teacher."""
         try:
+            check_teacher_servers(self.config)
             distiller = build_distiller(self.plan)
         except ServerRefused as error:
             self.report.add(Finding("hidden states", "wrong", f"{error}; fix: docs/canary.md", code="states-differ"))
+            return
+        except ValueError as error:
+            text = f"`train` refuses this run, so no model is built: {error}"
+            self.report.add(Finding("start", "wrong", text, code="train-refuses"))
             return
         with closing(distiller):
             self._check_built(distiller)

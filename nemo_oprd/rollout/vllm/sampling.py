@@ -45,6 +45,8 @@ class Sampling(Generic[T]):
         claim: the next request; None if there are no more. Other controllers claim from the same queue.
         slots: the most requests that a server gets at a time, so that no server takes what another one has room for.
         deliver: called with every answer: the index of its request, what was read, and the number of the server.
+        take_back: called with a request that was claimed for a server which has died; `claim` gives it again. None: it
+            is kept here, and asked of a server that is left.
         died: per server, why it counts as dead.
         error: what makes further sampling pointless.
         busy_s: per server, the seconds until its last response.
@@ -57,6 +59,7 @@ class Sampling(Generic[T]):
     claim: Callable[[], Awaitable[Claimed | None]]
     slots: int
     deliver: Callable[[int, T, int], None]
+    take_back: Callable[[Claimed], None] | None = None
     died: dict[int, str] = field(default_factory=dict)
     error: str | None = None
     busy_s: dict[int, float] = field(default_factory=dict)
@@ -77,7 +80,7 @@ class Sampling(Generic[T]):
 
     def give_back(self, claimed: Claimed) -> None:
         """Takes a request back that was claimed for a server which has died meanwhile."""
-        self._again.append(claimed)
+        (self.take_back or self._again.append)(claimed)
 
     def note_death(self, number: int, why: str) -> None:
         """Takes a server for dead, so that nothing waits for it any more."""
@@ -109,6 +112,9 @@ class Sampling(Generic[T]):
             claimed = self._again.pop() if self._again else await self.claim()
             if claimed is None:
                 return
+            if server.number in self.died:  # while this waited
+                self.give_back(claimed)
+                return
             index, body = claimed
             try:
                 answer = await self._ask(server, body)
@@ -116,13 +122,13 @@ class Sampling(Generic[T]):
                 self.deliver(index, found, server.number)
                 self.busy_s[server.number] = time.monotonic() - self._started
             except ServerDied as death:
-                self._again.append(claimed)
                 self.died.setdefault(server.number, str(death))
+                self.give_back(claimed)
             except ServerRefused as refusal:
                 self.error = self.error or str(refusal)
                 self.stopped.set()
             except asyncio.CancelledError:
-                self._again.append(claimed)
+                self.give_back(claimed)
                 raise
 
     async def _ask(self, server: Server, body: dict[str, Any]) -> bytes:

@@ -64,6 +64,8 @@ def test_sampling_needs_no_teacher() -> None:
     missing = [PAIR[0], "teacher.hf_path=/nowhere", "output=unused"]
     found = resolve_sampling(load_config("verify", [*missing, "rollout.tensor=2"]), 4)
     assert found.ranks.size == 4
+    served = [PAIR[0], "output=unused", "teacher.hf_path=/nowhere", "teacher.engine=vllm"]
+    assert resolve_sampling(load_config("verify", [*served, "teacher.vllm.placement=dedicated"]), 1).ranks.size == 1
     with pytest.raises(ValueError, match="/nowhere"):
         servers_limit(found.config, found.student)
 

@@ -34,8 +34,8 @@ def read(changed: dict[str, Any], values: list[float], ask: Ask = ASK) -> Any:
 def test_an_ask_comes_through_as_it_is() -> None:
     drawn = replace(ASK, tokens=[4], vocabulary=5, temperature=0.7, chunk=3)
     for ask in (ASK, drawn, replace(ASK, layers=[], rows=[], final_rows=[])):
-        assert Ask.parse(ask.text(), 3, 2) == ask
-        assert Ask.parse(ask.text(), 3, 2).header(IDS, WIDTH, "float32", 1) == header(ask)
+        assert Ask.parse(ask.text(), 3, 2, 9) == ask
+        assert Ask.parse(ask.text(), 3, 2, 9).header(IDS, WIDTH, "float32", 1) == header(ask)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,16 @@ def test_an_ask_comes_through_as_it_is() -> None:
         *({"layers": layers} for layers in ([0], [4], [3, 1], None)),
         *({"final_rows": rows} for rows in ([3], [1, 1])),
         {"tokens": []}, {"tokens": [9], "vocabulary": 9}, {"tokens": [-1], "vocabulary": 9},
+        {"tokens": [1], "vocabulary": 10}, {"tokens": [1], "vocabulary": 10**30},
         {"tokens": [1], "vocabulary": 9, "temperature": 0}, {"tokens": [1], "vocabulary": 9, "chunk": 0},
     ],
     ids=str,
 )  # fmt: skip
 def test_what_no_trainer_asks_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"expected"):
-        Ask.parse(Ask(**{**ASK.__dict__, **change}).text(), 3, 2)
+        Ask.parse(Ask(**{**ASK.__dict__, **change}).text(), 3, 2, 9)
     with pytest.raises(ValueError, match="fields of Ask"):
-        Ask.parse('{"name": 1}', 3, 2)
+        Ask.parse('{"name": 1}', 3, 2, 9)
 
 
 def test_a_file_is_whole_or_absent_and_taken_once(tmp_path: Path) -> None:
@@ -148,8 +149,9 @@ def test_answers_wait_for_room_in_shared_memory() -> None:
             found = await claim
             assert found is not None
             got.append(found[0])
-        assert await waiting.claim() is None
         assert waiting.waiting == 200
+        waiting.taken(2)
+        assert await waiting.claim() is None
         return got
 
     assert asyncio.run(claimed()) == [0, 1, 2]

@@ -65,8 +65,8 @@ class Ask:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
-    def parse(text: str, length: int, depth: int) -> Ask:
-        """The ask in a request of `length` tokens to a model of `depth` layers.
+    def parse(text: str, length: int, depth: int, vocabulary: int) -> Ask:
+        """The ask in a request of `length` tokens to a model of `depth` layers and `vocabulary` ids.
 
         Raises:
             ValueError: it is none.
@@ -88,6 +88,8 @@ class Ask:
             drawn = _are_integers(ask.tokens) and len(ask.tokens) == len(ask.final_rows)
             if not drawn or not _are_integers([ask.vocabulary, ask.chunk]) or ask.chunk < 1:
                 raise ValueError("tokens: expected one id per final row, and whole numbers vocabulary and chunk")
+            if not 0 < ask.vocabulary <= vocabulary:
+                raise ValueError(f"vocabulary={ask.vocabulary}; expected at most {vocabulary}, the model's")
             if not all(0 <= token < ask.vocabulary for token in ask.tokens):
                 raise ValueError(f"tokens: expected ids below vocabulary={ask.vocabulary}")
             if not isinstance(ask.temperature, int | float) or not 0 < ask.temperature < math.inf:

@@ -3,7 +3,9 @@
 This module is imported in vLLM's environment, as `nemo_oprd_worker.py`. A request with an `Ask` (`nemo_oprd_asks.py`)
 in its `extra_args` is computed as any other; forward hooks on the decoder layers copy its rows, over as many chunks as
 the scheduler makes of the prompt, and the first tensor rank writes the answer before the request ends. What goes wrong
-in a hook is the answer: an exception there would end the engine.
+in a hook is the answer of the job that it goes wrong for: an exception there would end the engine. One exception has
+to: of several tensor ranks, one that fails to compute its part of the logits would leave the others waiting, or give
+them the numbers of another call.
 
 **What is the residual stream?** A layer returns it, or a pair. In most families the stream is the sum of the pair
 (hidden states and a residual that is not yet added), in some the first of it. No table of families says so: the sum or
@@ -18,8 +20,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,6 +47,7 @@ class _Job:
         states: [layers, rows, D] in the model's dtype; `filled` [layers, rows] says which of them are there.
         final: the final rows [n, D], or for tokens float32 [n, 2]; `final_filled` [n].
         error: what went wrong; then that is the answer.
+        last: the last wanted row, -1 if none is wanted.
     """
 
     ask: Ask
@@ -52,6 +55,7 @@ class _Job:
     width: int
     dtype: torch.dtype
     error: str | None = None
+    last: int = field(init=False)
     rows: torch.Tensor = field(init=False)
     final_rows: torch.Tensor = field(init=False)
     states: torch.Tensor = field(init=False)
@@ -61,6 +65,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         ask = self.ask
+        self.last = max([*ask.rows[-1:], *ask.final_rows[-1:]], default=-1)
         self.rows = torch.tensor(ask.rows, dtype=torch.int64)
         self.final_rows = torch.tensor(ask.final_rows, dtype=torch.int64)
         self.states = torch.empty(len(ask.layers), len(ask.rows), self.width, dtype=self.dtype)
@@ -69,10 +74,25 @@ class _Job:
         self.final = torch.empty(len(ask.final_rows), columns, dtype=dtype)
         self.final_filled = torch.zeros(len(ask.final_rows), dtype=torch.bool)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every row is there."""
-        return bool(self.filled.all()) and bool(self.final_filled.all())
+    @contextmanager
+    def answers_errors(self) -> Iterator[None]:
+        """What goes wrong inside is the answer."""
+        try:
+            yield
+        except _OutOfStep:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Takes what went wrong as the answer, unless there was something before."""
+        if self.error is None:
+            logger.error("a teacher's hook failed", exc_info=error)
+            self.error = f"{type(error).__name__}: {error}"
+
+
+class _OutOfStep(Exception):  # noqa: N818 - not answered
+    """This tensor rank has left a computation of all ranks. The engine ends; the trainer starts the server again."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +174,20 @@ class _Reading:
     tolerance: float
     norm: torch.nn.Module | None = None
     summed: bool = False
+    unreadable: str = "nothing was computed since the capture was installed; expected a probe first"
 
     def learn(self, candidates: list[tuple[bool, torch.Tensor]], final: torch.Tensor) -> None:
-        """Takes the norm and the reading, (whether it sums, the stream [n, D]), that give the final states [n, D]."""
+        """Takes the norm and the reading, (whether it sums, the stream [n, D]), that give the final states [n, D].
+
+        If none does, `unreadable` says why.
+        """
+        try:
+            self._learn(candidates, final)
+        except Exception as error:
+            logger.exception("this model can't be read")
+            self.unreadable = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+    def _learn(self, candidates: list[tuple[bool, torch.Tensor]], final: torch.Tensor) -> None:
         fits = [
             (_deviation(_normed(norm, stream), final), summed, norm)
             for norm in self.norms
@@ -186,10 +217,11 @@ class _Capture:
     def __init__(self, worker: Any) -> None:
         config = worker.vllm_config.model_config
         self.runner, self.depth = worker.model_runner, config.hf_text_config.num_hidden_layers
-        self.width, self.dtype = config.get_hidden_size(), config.dtype
+        self.width, self.dtype, self.vocabulary = config.get_hidden_size(), config.dtype, config.get_vocab_size()
         self.model = self.runner.get_model()
         self.folder = AnswerFolder(os.environ[FOLDER])
         self.writes = worker.rank == 0  # all ranks of a server are tensor ranks
+        self.is_alone = worker.vllm_config.parallel_config.tensor_parallel_size == 1
         self.generation = int(os.environ[GENERATION])
         self.jobs: dict[str, _Job] = {}
         self.over: set[str] = set()  # requests that have their answer, or whose ask is none
@@ -202,6 +234,7 @@ class _Capture:
         for number, layer in enumerate(layers, 1):
             layer.register_forward_hook(self._guarded(partial(self._keep, number)))
         self.model.register_forward_hook(self._guarded(self._end))
+        self.model.register_forward_hook(self._guarded(self._hand_over_all))  # whatever went wrong before
         self._wrap_forward_passes()
 
     def _wrap_forward_passes(self) -> None:
@@ -224,10 +257,11 @@ class _Capture:
                 return
             try:
                 act(output)
+            except _OutOfStep:
+                raise
             except Exception as error:
-                logger.exception("a teacher's hook failed")
                 for span in self.spans or ():
-                    span.job.error = span.job.error or f"{type(error).__name__}: {error}"
+                    span.job.fail(error)
 
         return hook
 
@@ -254,14 +288,16 @@ class _Capture:
         if text is None or key in self.over:
             return None
         if key not in self.jobs:
-            ids = list(request.prompt_token_ids or [])
+            ids, ask = list(request.prompt_token_ids or []), None
             try:
-                ask = Ask.parse(text, len(ids), self.depth)
-            except (ValueError, TypeError) as error:  # there is no name to answer under
+                ask = Ask.parse(text, len(ids), self.depth, self.vocabulary)
+                self.jobs[key] = _Job(ask, ids, self.width, self.dtype)
+            except Exception as error:
                 logger.warning(f"a request asks for what it can't have: {error}")
                 self.over.add(key)
+                if ask is not None:  # else there is no name to answer under
+                    self._write(ask.name, {"error": f"{type(error).__name__}: {error}"})
                 return None
-            self.jobs[key] = _Job(ask, ids, self.width, self.dtype)
         return self.jobs[key]
 
     def _keep(self, layer: int, output: Any) -> None:
@@ -270,13 +306,14 @@ class _Capture:
         if layer == self.depth:
             self._keep_last(output, spans)
         for span in spans:
-            self._put(span, layer, lambda tokens: _picked(output, tokens, summed=self.reading.summed))
+            with span.job.answers_errors():
+                self._put(span, layer, lambda tokens: _picked(output, tokens, summed=self.reading.summed))
 
     def _put(self, span: _Span, layer: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         job = span.job
         if layer in job.ask.layers and job.error is None:
             if self.reading.norm is None:
-                raise ValueError("nothing was computed since the capture was installed; expected a probe first")
+                raise ValueError(self.reading.unreadable)
             inside, tokens = span.inside(job.rows)
             at = job.ask.layers.index(layer)
             job.states[at].index_copy_(0, inside, pick(tokens).cpu())
@@ -291,24 +328,34 @@ class _Capture:
             self.last = [_picked(output, span.wanted, summed=self.reading.summed) for span in spans]
 
     def _end(self, output: Any) -> None:
-        """Copies final states, compares, and hands over the jobs that are complete."""
+        """Compares, and copies final states."""
         spans, final = self._plan(), _first(output)
-        if self.reading.norm is None:
+        was_read = self.reading.norm is not None
+        if not was_read:
             self.reading.learn(self.last, final)
-        else:
-            for span, stream in zip(spans, self.last, strict=True):
-                self.reading.check(stream, final.index_select(0, span.wanted.to(final.device)))
+        for i, span in enumerate(spans):
+            with span.job.answers_errors():
+                if was_read:
+                    self.reading.check(self.last[i], final.index_select(0, span.wanted.to(final.device)))
+                self._put(span, self.depth + 1, lambda tokens: _picked(final, tokens, summed=False))
         for span in spans:
-            self._put(span, self.depth + 1, lambda tokens: _picked(final, tokens, summed=False))
-            self._put_final(span, final)
+            with span.job.answers_errors():
+                self._put_final(span, final)
+
+    def _hand_over_all(self, _: Any) -> None:
+        """Hands over the jobs whose last row this pass has computed.
+
+        Those with an error, too, and not before: every tensor rank has the same jobs, though only one may have failed.
+        """
+        done = {id(span.job) for span in self._plan() if span.end > span.job.last}
         for key, job in list(self.jobs.items()):
-            if job.error is not None or job.is_complete:
+            if id(job) in done:
                 del self.jobs[key]
                 self.over.add(key)  # the token that it samples is not read
                 self._hand_over(job)
 
     def _put_final(self, span: _Span, final: torch.Tensor) -> None:
-        """The rows of the output loss; all tensor ranks compute the logits together."""
+        """The rows of the output loss; all tensor ranks compute the logits together, those of a failed job as well."""
         job = span.job
         inside, tokens = span.inside(job.final_rows)
         states = final.index_select(0, tokens.to(final.device))
@@ -318,37 +365,45 @@ class _Capture:
             drawn = torch.tensor(job.ask.tokens, dtype=torch.int64)[inside]
             for start in range(0, len(inside), job.ask.chunk):
                 part = slice(start, start + job.ask.chunk)
-                values = _logprob_and_entropy(self.model, states[part], drawn[part], job.ask)
-                if values is not None:
-                    job.final.index_copy_(0, inside[part], values)
+                logits = self._logits(states[part])
+                with job.answers_errors():
+                    if logits is not None:
+                        job.final.index_copy_(0, inside[part], _logprob_and_entropy(logits, drawn[part], job.ask))
         job.final_filled[inside] = True
 
+    def _logits(self, states: torch.Tensor) -> torch.Tensor | None:
+        """By the model's own head, its scale, bias and softcap included; None on tensor ranks that do not get them."""
+        try:
+            return self.model.compute_logits(states)
+        except Exception as error:
+            if self.is_alone:
+                raise
+            raise _OutOfStep(f"logits of a teacher: {type(error).__name__}: {error}") from error
+
     def _hand_over(self, job: _Job) -> None:
-        """Writes the answer, on the first tensor rank: the others have the same rows."""
+        """Writes the answer."""
+        if job.error is not None:
+            self._write(job.ask.name, {"error": job.error})
+            return
+        header = job.ask.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation)
+        header["filled"] = int(job.filled.sum() + job.final_filled.sum())
+        values = [part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in (job.states, job.final)]
+        self._write(job.ask.name, header, *values)
+
+    def _write(self, name: str, header: dict[str, Any], *values: Any) -> None:
+        """Writes an answer, on the first tensor rank: the others have the same rows."""
         if not self.writes:
             return
-        header: dict[str, Any] = {"error": job.error}
-        values: list[Any] = []
-        if job.error is None:
-            header = job.ask.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation)
-            header["filled"] = int(job.filled.sum() + job.final_filled.sum())
-            values = [part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in (job.states, job.final)]
         try:
-            self.folder.write(job.ask.name, header, *values)
+            self.folder.write(name, header, *values)
         except (OSError, ValueError) as error:
             logger.warning(f"an answer was not written: {error}")
             with suppress(OSError, ValueError):  # shared memory is full, perhaps, but not for a line
-                self.folder.write(job.ask.name, {"error": f"the answer was not written: {error}"})
+                self.folder.write(name, {"error": f"the answer was not written: {error}"})
 
 
-def _logprob_and_entropy(model: Any, states: torch.Tensor, tokens: torch.Tensor, ask: Ask) -> torch.Tensor | None:
-    """Float32 [n, 2] of final states [n, D], by the model's own head, its scale, bias and softcap included.
-
-    None on tensor ranks that do not get the logits.
-    """
-    logits = model.compute_logits(states)
-    if logits is None:
-        return None
+def _logprob_and_entropy(logits: torch.Tensor, tokens: torch.Tensor, ask: Ask) -> torch.Tensor:
+    """Float32 [n, 2] of logits [n, V or more]."""
     logprobs = (logits[:, : ask.vocabulary].float() / ask.temperature).log_softmax(-1)
     drawn = logprobs.gather(1, tokens.to(logprobs.device)[:, None])[:, 0]
     entropy = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)  # an id that the head excludes has logit -inf
