@@ -66,6 +66,7 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
                 rollouts = run.sampler.rollouts(step)
             with timer("check"):
                 measured = run.check_sampled(step) | run.measure_lag(rollouts, step)
+                run.check_teachers(step)
             if is_noise_due(config.logging, step):
                 with timer("gradient_noise"):
                     measured |= measure_gradient_noise(distiller, rollouts, step, accumulate_gradients)

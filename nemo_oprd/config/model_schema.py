@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_oprd.config.server_schema import ServerConfig
+from nemo_oprd.config.server_schema import TeacherServerConfig
 from nemo_oprd.config.teacher_kinds import SERVED, TeacherEngine, TeacherWeights
 from nemo_oprd.config.types import (
     STRICT,
@@ -170,7 +170,7 @@ class TeacherConfig(ModelConfig):
 
     With `vllm` the run starts servers that load the model from `hf_path` (docs/teachers.md).
     """
-    vllm: ServerConfig = field(default_factory=ServerConfig)
+    vllm: TeacherServerConfig = field(default_factory=TeacherServerConfig)
     placement: Free[Literal["colocated", "dedicated"]] = "colocated"
     """on the student's ranks, or on the last ranks of the job"""
     ranks: Free[Size | None] = None

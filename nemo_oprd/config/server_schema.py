@@ -45,3 +45,11 @@ class ServerConfig:
         if self.gpu_memory_utilization != "auto":
             return self.gpu_memory_utilization
         return 0.4 if self.placement == "colocated" else 0.9
+
+
+@dataclass(config=STRICT)
+class TeacherServerConfig(ServerConfig):
+    """The servers of `teacher.engine=vllm` (docs/teachers.md)."""
+
+    check_every: Free[NonNegativeInt] = 50
+    """steps after which every server shows its states of the canary again; 0: at starts only (docs/canary.md)"""

@@ -48,6 +48,13 @@ class Teacher:
         """
         raise NotImplementedError
 
+    def check(self, step: int) -> None:
+        """Lets a teacher outside this process show that it still is the right one, if that is due before `step`.
+
+        Raises:
+            ValueError: it is not.
+        """
+
     def close(self) -> None:
         """Ends what the teacher has started; it is of no use afterwards."""
 

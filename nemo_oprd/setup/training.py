@@ -91,6 +91,11 @@ class TrainingRun:
             found |= self.engine.metrics | self.sampling_check(self.distiller.student, rollouts, step)
         return found
 
+    def check_teachers(self, step: int) -> None:
+        """Lets teachers on servers show their states again, if that is due. Raises ValueError if these are wrong."""
+        for teacher in self.distiller.teachers:
+            teacher.check(step)
+
     def settle(self, step: int, timer: PhaseTimer) -> dict[str, float]:
         """Brings home and checks what was sampled during the update of a step, before the weights change.
 

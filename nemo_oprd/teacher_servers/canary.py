@@ -1,12 +1,14 @@
 """Proof that a teacher's server computes transformers' states, and that the trainer's head is the teacher's.
 
-Servers start with it, and again after every restart, unless the same weights have passed with the same versions before
-(`models/canary/`, docs/canary.md).
+Every server shows its states at every start, after every restart and every `teacher.vllm.check_every` steps. Only the
+comparison with transformers is spared, where the very same bytes have passed it before (`models/canary/`,
+docs/canary.md).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from nemo_oprd.teacher_servers.wanted import Answer, Request
 _HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 # lets a server answer requests
 Asks = Callable[[list[Request]], list[Answer]]
+# layer -> a tensor [T, D] per prompt; of the last layer the state before the final norm, and that after it as L + 1
+States = dict[int, list[torch.Tensor]]
 
 
 @dataclass
@@ -43,11 +47,12 @@ class Canary:
     head: Callable[[], torch.Tensor] | None
     verdict: CanaryVerdict | None = None  # of the last proof
 
-    def prove(self, ask: Asks, described: dict[str, Any]) -> str:
+    def prove(self, ask: Asks, described: dict[str, Any], room: int) -> str:
         """A line that says what was compared; `verdict` holds it.
 
         Args:
             described: what the server says of itself.
+            room: bytes in shared memory that an answer may take.
 
         Raises:
             ValueError: the states are not the model's, the head is not, or transformers does not run the model.
@@ -55,13 +60,14 @@ class Canary:
         prompts = self.prompts(described)
         if self.head is not None:
             self._check_head(ask, prompts[0])
-        key = self.key(described)
+        states = self._states(ask, prompts, room)
+        key = self._key(described, states)
         if (kept := kept_verdict(key)) is not None:
             self.verdict = kept
-            return f"{kept.line} (known from an earlier start)"
+            return f"{kept.line} (the same states were compared before)"
         if (why := why_unavailable()) is not None:
             raise ValueError(f"teacher.engine=vllm needs transformers' states to compare with: {why}: install it")
-        verdict = self.verdict = self._compared(ask, prompts, described)
+        verdict = self.verdict = self._compared(states, prompts, described)
         try:
             keep_verdict(key, verdict)
         except OSError as error:
@@ -73,18 +79,27 @@ class Canary:
         spec = self.spec
         return canary_prompts(spec.vocab_size, sliding_window(spec.hf_config), described["chunk"], spec.max_positions)
 
-    def key(self, described: dict[str, Any]) -> str:
-        """Of what a verdict depends on."""
-        layout, engine = f"vllm tensor {described['tensor']}", f"{described['version']} chunk {described['chunk']}"
+    def _key(self, described: dict[str, Any], states: States) -> str:
+        """Of what a verdict depends on, the states themselves included: other ones are compared anew."""
+        seen = hashlib.blake2b(digest_size=16)
+        for rows in (rows for _, prompts in sorted(states.items()) for rows in prompts):
+            seen.update(rows.contiguous().view(torch.uint8).numpy().data)
+        layout, engine = f"vllm tensor {described['tensor']}", f"{described['version']} states {seen.hexdigest()}"
         prompts = self.prompts(described)
         return canary_key(self.directory, prompts=prompts, layout=layout, dtype=self.dtype, engine=engine)
 
-    def _compared(self, ask: Asks, prompts: list[list[int]], described: dict[str, Any]) -> CanaryVerdict:
-        spec, depth = self.spec, self.spec.num_layers
-        # of the last layer the state before the final norm, and that after it, which servers call L + 1
-        layers = [*range(1, depth + 2)]
-        answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
-        found = {n: [answer.states[at] for answer in answers] for at, n in enumerate(layers)}
+    def _states(self, ask: Asks, prompts: list[list[int]], room: int) -> States:
+        """The server's states of the prompts, as many layers in an answer as there is room for."""
+        layers = [*range(1, self.spec.num_layers + 2)]
+        each = max(map(len, prompts)) * self.spec.hidden_size * getattr(torch, self.dtype).itemsize
+        at_a_time, found = max(1, room // each), States()
+        for part in (layers[i : i + at_a_time] for i in range(0, len(layers), at_a_time)):
+            answers = ask([Request(ids, Ask(uuid.uuid4().hex, part, [*range(len(ids))], [])) for ids in prompts])
+            found |= {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(part)}
+        return found
+
+    def _compared(self, states: States, prompts: list[list[int]], described: dict[str, Any]) -> CanaryVerdict:
+        spec, depth, found = self.spec, self.spec.num_layers, dict(states)
         before_norm, found[depth] = found[depth], found.pop(depth + 1)
         measure = functools.cache(lambda dtype: reference_states(self.directory, prompts, dtype))
         engine: dict[str, Any] = {"window": sliding_window(spec.hf_config), "chunk": described["chunk"]}

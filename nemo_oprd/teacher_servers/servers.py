@@ -22,6 +22,7 @@ import torch
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.canary import CanaryVerdict
 from nemo_oprd.models.megatron.parallel import device, everyones, wait_for_all
 from nemo_oprd.rollout.vllm.client import Client
@@ -184,6 +185,23 @@ class _AnswerFiles:
         return request.read(*found, server, expected)
 
 
+def _neighbour(number: int) -> Server:
+    """A server that another rank of this machine has started."""
+    return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
+
+
+async def _settled(client: Client, server: Server, config: Config, spec: ModelSpec, weights: str) -> dict[str, Any]:
+    """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
+    timeout = config.teacher.vllm.start_timeout
+    await client.wait_until_healthy(server, timeout)
+    described = await client.ask_workers(server, "nemo_oprd_describe")
+    for found in described:
+        check_description(found, server.name, config, spec, weights)
+    await client.ask_workers(server, "nemo_oprd_install")
+    await client.post_watched(server, GENERATE, PROBE, timeout=timeout)
+    return described[0]
+
+
 class TeacherServers:
     """The servers of a teacher. Every rank of the world builds it and makes every call."""
 
@@ -210,6 +228,7 @@ class TeacherServers:
         self._shared: SharedFolder | None = None  # a controller's
         self._answers: AnswerFolder | None = None
         self._false_starts: dict[int, int] = {}
+        self._described: dict[int, dict[str, Any]] = {}  # what the servers of this rank say of themselves
         self.deaths = 0
         if not self._mine:
             return
@@ -276,7 +295,7 @@ class TeacherServers:
         found = {number: (server.generation, str(server.socket)) for number, server in own.items()}
         for number, (generation, at) in ((n, where) for part in everyones(found) for n, where in part.items()):
             if any(each.number == number for each in self._mine) and number not in own:
-                near = self._servers.setdefault(number, self._neighbour(number))
+                near = self._servers.setdefault(number, _neighbour(number))
                 near.generation, near.socket = generation, Path(at)
         if self._answers is None and self._servers:
             self._answers = AnswerFolder(str(self._folder))
@@ -289,10 +308,6 @@ class TeacherServers:
         assert socket is not None
         return socket.parent
 
-    def _neighbour(self, number: int) -> Server:
-        """A server that another rank of this machine has started."""
-        return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
-
     def _prove(self, server: Server, weights: str) -> None:
         """Waits for a server of this rank, and lets it prove itself.
 
@@ -301,9 +316,14 @@ class TeacherServers:
             ValueError: it computes something else.
         """
         assert self._client is not None
-        described = self._client.run(self._settle(self._client, server, weights))
-        if self._answers is None:
-            self._answers = AnswerFolder(str(self._folder))
+        settling = _settled(self._client, server, self._config, self._spec, weights)
+        self._described[server.number] = self._client.run(settling)
+        self._answers = self._answers or AnswerFolder(str(self._folder))
+        logger.info(f"{server.name} (teacher {self._number}): {self._show(server)}")
+        server.pushed = weights
+
+    def _show(self, server: Server) -> str:
+        """Lets a server show the states of the canary; returns what was found. Raises as `_prove`."""
 
         def ask(requests: list[Request]) -> list[Answer]:
             failures, found = Failures(), dict[int, Answer]()
@@ -313,19 +333,23 @@ class TeacherServers:
                 raise ServerDied(why)
             return [found[i] for i in range(len(requests))]
 
-        line = self._canary.prove(ask, described)
-        server.pushed = weights
-        logger.info(f"{server.name} (teacher {self._number}): {line}")
+        return self._canary.prove(ask, self._described[server.number], self._room())
 
-    async def _settle(self, client: Client, server: Server, weights: str) -> dict[str, Any]:
-        """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
-        await client.wait_until_healthy(server, self._settings.start_timeout)
-        described = await client.ask_workers(server, "nemo_oprd_describe")
-        for found in described:
-            check_description(found, server.name, self._config, self._spec, weights)
-        await client.ask_workers(server, "nemo_oprd_install")
-        await client.post_watched(server, GENERATE, PROBE, timeout=self._settings.start_timeout)
-        return described[0]
+    def check(self, step: int) -> None:
+        """Lets all servers show their states again, if that is due. Every rank calls this; raises as `wait`."""
+        every, failures = self._settings.check_every, Failures()
+        if not (every and step) or step % every:
+            return
+        for number in self._described:
+            try:
+                self._show(self._servers[number])
+            except (ServerDied, ValueError) as error:
+                failures.note(number, error)
+        wait_for_all()
+        failures = failures.shared()
+        failures.check()
+        self._revive(failures.died)
+        self.wait()
 
     def gather(self, requests: Sequence[Request], take: Callable[[int, Answer], None]) -> None:
         """Asks for all requests of this rank, none outside the readers. Every rank of the world calls this.
@@ -367,8 +391,8 @@ class TeacherServers:
         sizes = {i: sum(requests[i].ask.sizes(self._spec.hidden_size, self._canary.dtype)) for i in missing}
         left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
         waiting = _Queue(left, sizes, self._room())
-        names = {server.name: server.generation for server in servers}
-        files = _AnswerFiles(self._answers, waiting.under_way, self._spec.hidden_size, self._canary.dtype, names)
+        about = self._spec.hidden_size, self._canary.dtype, {server.name: server.generation for server in servers}
+        files = _AnswerFiles(self._answers, waiting.under_way, *about)
         readers = max(len(each.readers) for each in self._mine)
         arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
 
@@ -390,8 +414,7 @@ class TeacherServers:
     def _room(self) -> int:
         """Bytes of answers that may wait in shared memory for this rank."""
         free = os.statvfs(self._folder)
-        readers = len(self._mine[0].readers)
-        return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // readers
+        return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // len(self._mine[0].readers)
 
     def _revive(self, died: dict[int, str]) -> None:
         """Restarts servers that died, after their unfinished answers are removed; every rank calls this."""

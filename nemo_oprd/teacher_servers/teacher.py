@@ -40,6 +40,10 @@ class ServedTeacher(Teacher):
         self.servers.gather([each.request for each in wanted], lambda i, answer: shards.take(wanted[i], answer))
         return (None, None) if coords is None else shards.joined()
 
+    def check(self, step: int) -> None:
+        """See `Teacher`."""
+        self.servers.check(step)
+
     def close(self) -> None:
         """Ends the servers."""
         self.servers.close()

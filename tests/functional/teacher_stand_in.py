@@ -71,7 +71,8 @@ class Teacher:
             (Path(os.environ[FOLDER]) / f"{ask.name}.part").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
         header = ask.header(ids, self.width, self.options.dtype, int(os.environ[GENERATION]))
-        values = computed({"model": self.options.model, "ids": ids, "ask": text, "dtype": self.options.dtype})
+        asked = {"model": self.options.model, "ids": ids, "ask": text, "dtype": self.options.dtype}
+        values = computed({**asked, "server": self.options.uds, "generation": int(os.environ[GENERATION])})
         self.folder.write(ask.name, self.faults.get("answer", header), values)
 
 

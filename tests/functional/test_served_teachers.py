@@ -7,20 +7,21 @@ test_across_tokenizers.py.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from layout_cases import Workbench, read_result
 from pool import Pools, WorkerError
-from served_teachers import SERVED, ServedTeachers, asks, know, settings_of
+from served_teachers import SERVED, ServedTeachers, asks, settings_of
 
 SMALL = "train.tokens_per_microbatch=120"
 
 
 @pytest.fixture
 def settings(workbench: Workbench, tmp_path: Path) -> list[str]:
-    """A run without its servers; its teacher was proven before."""
-    know(workbench.root / "qwen3" / "teacher", "float32")
+    """A run without its servers."""
     return [*workbench.settings("qwen3"), SMALL, f"output={tmp_path / 'out'}"]
 
 
@@ -39,7 +40,7 @@ def test_a_death_in_the_middle_changes_no_bit(
     calm = served_teachers.bench()
     pools[2].run("cases:run_verify", overrides=[*settings, *layout, *settings_of(calm)])
     losses, gradients = read_result(tmp_path / "out")
-    killed = served_teachers.bench(die={"at": 3, "times": 2})
+    killed = served_teachers.bench(die={"at": 9, "times": 2})
     pools[2].run("cases:run_verify", overrides=[*settings, *layout, *settings_of(killed)])
     again, gradients_again = read_result(tmp_path / "out")
     assert again == losses
@@ -84,7 +85,7 @@ def test_a_server_that_computes_in_another_way_is_refused(
 def test_the_canary_comes_before_the_first_step(
     pools: Pools, workbench: Workbench, served_teachers: ServedTeachers, tmp_path: Path
 ) -> None:
-    """States of a model that is another one from layer 5 on; the right ones pass, and are not compared again."""
+    """States of a model that is another one from layer 5 on; the right ones pass, and are seen again at every start."""
     right = workbench.root / "qwen2" / "teacher"
     settings = [*workbench.settings("qwen2-tied"), *SERVED, f"output={tmp_path / 'out'}"]
     wrong = served_teachers.bench()
@@ -104,7 +105,57 @@ def test_the_canary_comes_before_the_first_step(
         bench = served_teachers.bench()
         pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(bench)])
         counts.append(len(asks(bench)))
-    assert counts[0] == counts[1] + 6
+    assert counts[0] == counts[1] > 6
+
+
+@pytest.fixture
+def wrong_teacher(workbench: Workbench, served_teachers: ServedTeachers) -> Iterator[Path]:
+    """A copy of the teacher with another weight in the third layer."""
+    teacher = workbench.root / "qwen3" / "teacher"
+    yield served_teachers.changed_copy(
+        teacher, lambda tensors: tensors["model.layers.2.mlp.down_proj.weight"].mul_(1.01)
+    )
+    served_teachers.choose = None
+
+
+WRONG = r"canary of qwen3.*: layer 3 of \d, prompt 0, row 0 is the first wrong one"
+
+
+def test_each_server_and_each_start_of_it_is_compared(
+    pools: Pools, settings: list[str], served_teachers: ServedTeachers, wrong_teacher: Path
+) -> None:
+    """Of two servers the second one computes something else; then one does so after its restart."""
+    seen: list[str] = []
+
+    def second(task: dict[str, Any]) -> Path | None:
+        seen.append(task["server"])
+        return wrong_teacher if task["server"] != seen[0] else None
+
+    def restarted(task: dict[str, Any]) -> Path | None:
+        return wrong_teacher if task["generation"] > 0 else None
+
+    for choose, more in ((second, {}), (restarted, {"die": {"at": 9, "times": 1}})):
+        served_teachers.choose = choose
+        bench = served_teachers.bench(**more)
+        servers = f"teacher.vllm.replicas={2 if choose is second else 1}"
+        with pytest.raises(WorkerError, match=WRONG):
+            pools[1].run("cases:run_verify", overrides=[*settings, servers, *settings_of(bench)])
+
+
+def test_a_server_that_turns_wrong_is_found_at_the_next_check(
+    pools: Pools, settings: list[str], served_teachers: ServedTeachers, wrong_teacher: Path, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+
+    def after_some(task: dict[str, Any]) -> Path | None:
+        seen.append(1)
+        return wrong_teacher if len(seen) > 12 else None
+
+    served_teachers.choose = after_some
+    more = ["train.steps=3", "teacher.vllm.check_every=2", "logging.tensorboard=false"]
+    with pytest.raises(WorkerError, match=WRONG):
+        pools[1].run("cases:run_train", overrides=[*settings, *more, *settings_of(served_teachers.bench())])
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2, "the steps before the check"
 
 
 def test_a_head_that_is_not_the_servers_is_refused(
