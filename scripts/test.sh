@@ -2,7 +2,7 @@
 # Tests, in the environment of the quickstart (CONTRIBUTING.md says what each level holds):
 #   bash scripts/test.sh                 ruff, mypy, and the tests that are neither slow nor integration tests
 #   bash scripts/test.sh --all           ruff, mypy, and all tests; what is not installed here is skipped with its reason
-#   bash scripts/test.sh --integration   only the tests that need an environment or a service of their own
+#   bash scripts/test.sh --integration   only the tests that need an environment or a service of their own, without slow ones
 #   bash scripts/test.sh tests/unit      ruff, mypy, and pytest with these arguments, whatever marks the tests have
 # Arguments after --all or --integration go to pytest, too. Without arguments, tests/functional, which computes, runs
 # beside the other tests, which wait more than they compute, and some files of its own; their output follows at the end.
@@ -15,13 +15,13 @@ beside=(tests/functional/test_{nemo_rl,prune_layers,safe_unpickling,vllm_engine}
 if [ "${1:-}" = --integration ]; then
   shift
   if [ $# != 0 ]; then
-    exec python -m pytest -m "$services" "$@"
+    exec python -m pytest -m "($services) and not slow" "$@"
   fi
   output=$(mktemp)
   # servers of vLLM start for half of their tests' time, on one core
   (
     status=0
-    python -m pytest -m "vllm and not slurm" || status=$?
+    python -m pytest -m "vllm and not (slurm or slow)" || status=$?
     if [ "$status" = 0 ] || [ "$status" = 5 ]; then
       bash scripts/test_other_python.sh || exit
     fi
@@ -30,7 +30,7 @@ if [ "${1:-}" = --integration ]; then
   others=$!
   trap 'kill "$others" 2>/dev/null || true; rm -f "$output"' EXIT
   status=0 status_of_others=0
-  python -m pytest -m "($services) and not (vllm and not slurm)" || status=$?
+  python -m pytest -m "($services) and not (slow or vllm and not slurm)" || status=$?
   wait "$others" || status_of_others=$?
   cat "$output"
   for each in "$status" "$status_of_others"; do
