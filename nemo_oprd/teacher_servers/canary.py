@@ -84,8 +84,8 @@ class Canary:
         seen = hashlib.blake2b(digest_size=16)
         for rows in (rows for _, prompts in sorted(states.items()) for rows in prompts):
             seen.update(rows.contiguous().view(torch.uint8).numpy().data)
-        layout, engine = f"vllm tensor {described['tensor']}", f"{described['version']} states {seen.hexdigest()}"
-        prompts = self.prompts(described)
+        layout, prompts = f"vllm tensor {described['tensor']}", self.prompts(described)
+        engine = f"{described['version']} chunk {described['chunk']} states {seen.hexdigest()}"
         return canary_key(self.directory, prompts=prompts, layout=layout, dtype=self.dtype, engine=engine)
 
     def _states(self, ask: Asks, prompts: list[list[int]], room: int) -> States:

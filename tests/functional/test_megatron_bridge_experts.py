@@ -47,7 +47,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 # what a family refuses: see test_refusals
-IMPOSSIBLE = {("olmoe", "TP2 SP"), ("olmoe", "CP2"), ("gpt_oss", "CP2")}
+# the last one here only: Megatron makes YaRN's positions of a context rank in pinned memory, which needs CUDA
+IMPOSSIBLE = {("olmoe", "TP2 SP"), ("olmoe", "CP2"), ("gpt_oss", "CP2"), ("deepseek_v3", "CP2")}
 RUNS = [(family, layout) for family in EXPERT_FAMILIES for layout in LAYOUTS if (family, layout) not in IMPOSSIBLE]
 # every family and every layout
 QUICK = {

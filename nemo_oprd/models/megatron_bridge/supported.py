@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
         f"context parallelism, expert_tensor; {_ROUTERS}; MXFP4 files",
     ),
     "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
-    "deepseek_v3": Kind(_SPARSE, _LATENT, ("default", "yarn"), _OF_LATENT),
+    "deepseek_v3": Kind("TP2+SP, PP2, EP2, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT),
     "glm4_moe_lite": Kind(_SPARSE, _LATENT, ("default", "yarn"), _OF_LATENT),
 }
 # families that people ask for -> why Megatron-Bridge's model of them is refused

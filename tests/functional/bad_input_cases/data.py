@@ -155,6 +155,7 @@ teachers("unknown key of a teacher", "a misspelt key of one of several teachers"
 teachers("two teachers of one source", "two teachers of one data source", "teachers[0] and teachers[1] both have the data source 'prompts' | expected one teacher for each", "data_sources: [prompts], name: a", "data_sources: [prompts, b]")
 teachers("two teachers of the rest", "two teachers of all other data sources", "teachers[0] and teachers[1] both have the data source null", OTHERS, OTHERS + ", name: b")
 teachers("two teachers of one name", "two teachers of one name", "both called 'x' in metrics | set teachers[i].name", "data_sources: [prompts], name: x", OTHERS + ", name: x")
+teachers("servers of two teachers on the same ranks", "dedicated servers of several teachers", "teacher.vllm.placement=dedicated with 2 teachers | expected one teacher, or colocated", "data_sources: [prompts], name: a", OTHERS + ", name: b", overrides=("teacher.engine=vllm", "teacher.vllm.placement=dedicated"))
 teachers("teacher of nothing", "a teacher without data sources", "teachers[0].data_sources=[] | expected names, or null", "data_sources: []")
 teachers("weightless teacher", "a teacher of weight 0", "teachers[0].weight=0.0 | expected more than 0", OTHERS + ", weight: 0")
 teachers("idle teacher", "a data source that no prompt has", "teachers[1].data_sources=['promts']: data.train={root}/prompts.jsonl has no entry with data source 'promts' | expected some of ['prompts'] | correct the name", OTHERS, "data_sources: [promts]")
