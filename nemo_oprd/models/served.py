@@ -18,7 +18,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "
 def read_served_spec(path: str | Path) -> ModelSpec:
     """Depth, width, vocabulary and positions from `path/config.json`, of the language model in it if it has parts.
 
-    What the file leaves out has transformers' defaults.
+    Depth and width must be in the file; what else it leaves out has transformers' defaults.
 
     What only a model in this process needs (heads, feed-forward size, RoPE, norms) is not read, and is 0 or a default.
 
@@ -31,9 +31,10 @@ def read_served_spec(path: str | Path) -> ModelSpec:
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{source}: model_type={model_type!r}; expected a name: copy the file from its source again")
+    named = {**hf_config, **(hf_config.get("text_config") or {})}
     layers, width, positions = (
-        positive_integer(text, next((name for name in names if name in text), names[0]), source)
-        for names in (_LAYERS, _WIDTH, _POSITIONS)
+        positive_integer(given, next((name for name in names if name in given), names[0]), source)
+        for names, given in ((_LAYERS, named), (_WIDTH, named), (_POSITIONS, text))
     )
     return ModelSpec(
         family=Family(model_type, _no_parse, (), own=False),
@@ -52,7 +53,7 @@ def read_served_spec(path: str | Path) -> ModelSpec:
         qkv_bias=False,
         proj_bias=False,
         qk_norm=False,
-        dtype=source_dtype({**hf_config, **(hf_config.get("text_config") or {})}),
+        dtype=source_dtype(named),
         hf_config=hf_config,
     )
 

@@ -38,7 +38,7 @@ DEFAULT = (
     "|".join(["tests/functional", *(f"--ignore={file}" for file in BESIDE)]),
     "|".join(["tests/unit", "tests/e2e", *BESIDE]),
 )
-INTEGRATION = ("vllm and not slurm", f"({SERVICES}) and not (vllm and not slurm)")
+INTEGRATION = ("vllm and not (slurm or slow)", f"({SERVICES}) and not (slow or vllm and not slurm)")
 CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 
 
@@ -48,7 +48,7 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
         ([], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
         (["--all"], [*CHECKS, "python|-m|pytest"]),
         (["--integration"], [*(f"python|-m|pytest|-m|{lane}" for lane in INTEGRATION), "other"]),
-        (["--integration", "-x"], [f"python|-m|pytest|-m|{SERVICES}|-x"]),
+        (["--integration", "-x"], [f"python|-m|pytest|-m|({SERVICES}) and not slow|-x"]),
         (["tests/unit", "-x"], [*CHECKS, "python|-m|pytest|tests/unit|-x"]),
         (["--all", "-k", "golden"], [*CHECKS, "python|-m|pytest|-k|golden"]),
     ],
