@@ -33,7 +33,10 @@ def run(
     return ended.returncode, (directory / "ran").read_text().splitlines()
 
 
-BESIDE = [f"tests/functional/test_{name}.py" for name in ("nemo_rl", "prune_layers", "safe_unpickling", "vllm_engine")]
+BESIDE = [
+    f"tests/functional/test_{name}.py"
+    for name in ("nemo_rl", "prune_layers", "safe_unpickling", "served_teachers", "vllm_engine")
+]
 DEFAULT = (
     "|".join(["tests/functional", *(f"--ignore={file}" for file in BESIDE)]),
     "|".join(["tests/unit", "tests/e2e", *BESIDE]),
