@@ -53,8 +53,8 @@ from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.vllm.client_process import ClientProcess, Job, Round, RoundSummary
-from nemo_oprd.rollout.vllm.engine import _rollout
 from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
+from nemo_oprd.rollout.vllm.rounds import rollout_of
 from nemo_oprd.rollout.vllm.server import Server
 from nemo_oprd.rollout.vllm.tasks import Task
 
@@ -176,7 +176,7 @@ class MeasuredRank:
         """As `VllmEngine.generate` does after its last round."""
         RoundSummary.joined(everyones(RoundSummary.of(Round(self.sampled), False)))
         shared = self.exchange.share({i: response.columns() for i, response in self.sampled.items()})
-        found = {i: _rollout(self.requests[i], Response.of(columns)) for i, columns in shared.items()}
+        found = {i: rollout_of(self.requests[i], Response.of(columns)) for i, columns in shared.items()}
         self.lengths.learn(self.requests, {i: len(rollout.response_ids) for i, rollout in found.items()})
         return [found[i] for i in range(len(self.requests))]
 

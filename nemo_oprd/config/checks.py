@@ -14,6 +14,9 @@ from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest, vanishes, weight_at
 
+# the least `rollout.max_lag` of which half is at least one step, and the other half, too
+SMALLEST_STREAM_LAG = 2
+
 
 def check(config: Config) -> None:
     """Raises ValueError for values that contradict each other, or that this version does not support."""
@@ -297,6 +300,7 @@ def _check_lag(config: Config) -> None:
     """Settings that don't go with responses of earlier weights."""
     rollout, output = config.rollout, config.loss.output
     _check_segments(config)
+    _check_stream(config)
     if not rollout.max_lag:
         return
     if rollout.replay is not None:
@@ -309,6 +313,23 @@ def _check_lag(config: Config) -> None:
             f"rollout.max_lag={rollout.max_lag} with loss.output.kind={output.kind} and rollout.correction=off: an "
             "expectation under the student would be estimated from another student's tokens; expected truncate or "
             "mask: set one, or rollout.max_lag=0"
+        )
+
+
+def _check_stream(config: Config) -> None:
+    """Raises ValueError unless steps can take responses as they are complete."""
+    rollout = config.rollout
+    if rollout.mode != "stream":
+        return
+    if rollout.max_lag < SMALLEST_STREAM_LAG:
+        raise ValueError(
+            f"rollout.mode=stream with rollout.max_lag={rollout.max_lag}: half of the lag is for responses that take "
+            f"longer than others; expected at least {SMALLEST_STREAM_LAG}: raise it, or set rollout.mode=exact"
+        )
+    if rollout.vllm.repeat == "step":
+        raise ValueError(
+            "rollout.mode=stream with rollout.vllm.repeat=step: which responses a step has depends on the clock even "
+            "if no server dies; expected responses: set rollout.vllm.repeat=responses"
         )
 
 

@@ -88,10 +88,14 @@ class RolloutConfig:
 
     The responses of step s (from 0) come from the weights after max(0, s - max_lag) steps, whatever the clock says.
     With 1 the servers sample the next responses while an update is computed; more adds staleness, and no overlap
-    unless `mode=segments`.
+    unless long responses go on over updates (`mode`).
     """
-    mode: Learned[Literal["exact", "segments"]] = "exact"
-    """exact: a response is sampled from one student; segments: long ones go on over updates (docs/vllm.md)"""
+    mode: Learned[Literal["exact", "segments", "stream"]] = "exact"
+    """exact: a response is sampled from one student; segments, stream: long ones go on over updates (docs/vllm.md)
+
+    With segments a step takes its own responses, and the same ones in every run. With stream it takes the oldest that
+    are complete, so it depends on the clock which these are.
+    """
     segment_tokens: Learned[PositiveInt | None] = None
     """with mode=segments, the tokens of a response from one student; at least max_new_tokens / (max_lag + 1)"""
     per_prompt: Learned[PositiveInt] = 1
@@ -123,6 +127,11 @@ class RolloutConfig:
         """`segment_tokens` with `mode=segments`."""
         assert self.segment_tokens is not None
         return self.segment_tokens
+
+    @property
+    def ahead(self) -> int:
+        """By how many steps responses are sampled before the step that takes the oldest of them."""
+        return self.max_lag // 2 if self.mode == "stream" else self.max_lag
 
     @property
     def token_correction(self) -> Correction | None:

@@ -110,7 +110,7 @@ class Validation:
         weights = _new_name()
         named = trained_identity(self._models.student, done, weights)
         generations = self._generations(self._evaluator, step_directory(done), named, afresh=True)
-        if self._beside is not None and done + self._config.rollout.max_lag < self._config.train.steps:
+        if self._beside is not None and done + self._config.rollout.ahead < self._config.train.steps:
             self._beside.add(self._evaluator.beside(generations))
             self._begun = done, generations
             return EvaluationOutcome(deferred=weights)  # if the run is stopped or killed before `settle`

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.rollout.engine import GenerationCancelled, Keep, Request, RolloutEngine, SamplingParams, Ticket
+from nemo_oprd.rollout.engine import Enough, GenerationCancelled, Keep, Request, RolloutEngine, SamplingParams, Ticket
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class Beside:
 
 
 class EngineBeside:
-    """`submit` and `collect` of a rollout engine; the next call of `submit` also samples what was added."""
+    """The calls of a rollout engine that sample; the next call of `submit` also samples what was added."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._waiting: Beside | None = None
         self._under_way: Beside | None = None
         self._own = 0  # the requests of the ticket that are not besides
+        self._came: dict[int, Rollout] = {}  # what `gather` has found of those that are
 
     def add(self, beside: Beside) -> None:
         """Samples `beside` with what is asked for next. Every rank calls this."""
@@ -69,9 +70,37 @@ class EngineBeside:
         try:
             rollouts = self._engine.collect(ticket, should_cancel, last=last)
         except GenerationCancelled as cancelled:
-            own = {i: rollout for i, rollout in cancelled.completed.items() if i < self._own}
-            raise GenerationCancelled(own) from None
-        if self._under_way is not None:
-            self._under_way.take(rollouts[self._own :])
-            self._under_way = None
+            raise GenerationCancelled(self._own_of(cancelled.completed)) from None
+        self._take(dict(enumerate(rollouts)))
         return rollouts[: self._own]
+
+    def gather(
+        self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+    ) -> dict[int, Rollout]:
+        """See `RolloutEngine`: `enough` is told of the requests that were asked for."""
+        own = set(range(self._own))
+        try:
+            found = self._engine.gather(ticket, lambda complete: enough(own & complete), should_cancel)
+        except GenerationCancelled as cancelled:
+            raise GenerationCancelled(self._own_of(cancelled.completed)) from None
+        self._came |= {i: rollout for i, rollout in found.items() if i not in own}
+        return self._own_of(found)
+
+    def cut(self, ticket: Ticket) -> dict[int, Rollout]:
+        """See `RolloutEngine`: what was added is complete before."""
+        found = dict[int, Rollout]()
+        if self._under_way is not None:
+            wanted = set(range(self._own, len(ticket.requests)))
+            found = self._engine.gather(ticket, lambda complete: wanted <= complete)
+        found |= self._engine.cut(ticket)
+        self._take(self._came | found)
+        return self._own_of(found)
+
+    def _own_of(self, found: dict[int, Rollout]) -> dict[int, Rollout]:
+        return {i: rollout for i, rollout in found.items() if i < self._own}
+
+    def _take(self, found: dict[int, Rollout]) -> None:
+        """Gives the responses to what was added, if anything was."""
+        if self._under_way is not None:
+            self._under_way.take([found[self._own + i] for i in range(len(self._under_way.requests))])
+        self._under_way, self._came = None, {}

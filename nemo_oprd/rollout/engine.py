@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -17,6 +18,8 @@ from nemo_oprd.models.weights.hf import TensorReader
 WeightStream: TypeAlias = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 # takes complete responses by the index of their request; see `RolloutEngine.generate`
 Keep: TypeAlias = Callable[[dict[int, Rollout]], None]
+# whether the responses to these requests, by their indices, are all that is waited for; see `RolloutEngine.gather`
+Enough: TypeAlias = Callable[[AbstractSet[int]], bool]
 
 # the first number of a sampling key, so that training and evaluation never share random numbers
 TRAINING_STREAM, EVALUATION_STREAM = 1, 2
@@ -81,15 +84,20 @@ class Request:
     most: int | None = None
     sampled: tuple[SamplingParams, int] | None = None
 
-    def answered(self, ids: np.ndarray | Sequence[int], *, finished: bool, **recorded: Any) -> Rollout:
-        """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`."""
+    def answered(
+        self, ids: np.ndarray | Sequence[int], *, finished: bool, cut: bool = False, **recorded: Any
+    ) -> Rollout:
+        """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`.
+
+        `cut`: the response may go on.
+        """
         return Rollout(
             prompt_ids=np.array(self.prompt_ids, np.int64),
             response_ids=np.asarray(ids),
             prompt=self.prompt,
             data_source=self.data_source,
             answer=self.answer,
-            finish_reason="stop" if finished else "length",
+            finish_reason="stop" if finished else None if cut else "length",
             **recorded,
         )
 
@@ -109,8 +117,10 @@ class Weights:
 class Ticket:
     """What was asked of an engine, from `submit` to `collect`; engines add what they need in between.
 
-    `served`: after `collect`, per server when it began and when its last response came. Times are seconds since the
-    epoch.
+    Attributes:
+        served: after `collect` or `cut`, per server when it began and when its last response came. Times are seconds
+            since the epoch.
+        given: the requests whose whole responses `gather` or `cut` have returned.
     """
 
     requests: list[Request]
@@ -119,6 +129,7 @@ class Ticket:
     keep: Keep | None
     submitted: float = field(init=False, default_factory=time.time)
     served: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
+    given: set[int] = field(init=False, default_factory=set)
 
 
 class RolloutEngine(Protocol):
@@ -165,6 +176,30 @@ class RolloutEngine(Protocol):
 
         Raises:
             GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.
+        """
+
+    def gather(
+        self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+    ) -> dict[int, Rollout]:
+        """Waits until enough responses of a ticket are complete, while the others go on; in place of `collect`.
+
+        Args:
+            enough: told which responses are complete. It must say yes when all of them are.
+
+        Returns:
+            All complete responses that no earlier call has returned, by the index of their request; the same on every
+            rank.
+
+        Raises:
+            GenerationCancelled: as `collect`, with all responses that are complete. The ticket is over.
+        """
+
+    def cut(self, ticket: Ticket) -> dict[int, Rollout]:
+        """Ends a ticket with what there is, before the weights change; after `gather`, or without it.
+
+        Returns:
+            What `gather` would return, and the tokens so far of responses that were under way (`finish_reason` None).
+            Requests of which nothing was sampled are left out.
         """
 
     def generate(
@@ -226,6 +261,19 @@ class Generates:
     ) -> list[Rollout]:
         """See `RolloutEngine`."""
         return self.collect(self.submit(requests, sampling, done, keep), should_cancel, last=last)
+
+    def gather(
+        self: RolloutEngine, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+    ) -> dict[int, Rollout]:
+        """See `RolloutEngine`: an engine that samples in `collect` has all responses at once."""
+        if len(ticket.given) == len(ticket.requests):
+            return {}
+        ticket.given.update(range(len(ticket.requests)))
+        return dict(enumerate(self.collect(ticket, should_cancel)))
+
+    def cut(self: RolloutEngine, ticket: Ticket) -> dict[int, Rollout]:
+        """See `RolloutEngine`."""
+        return self.gather(ticket, lambda complete: True)
 
 
 def check_room(requests: list[Request], max_positions: int) -> None:

@@ -18,6 +18,7 @@ class Response:
             and below the third; None if the engine has one set of weights.
         routes: `Rollout.expert_routes`, int16 [tokens, layers, K], of all tokens but the last one, which is never
             computed; None if they were not recorded.
+        cut: whether these are the first tokens of a response that may go on.
     """
 
     ids: np.ndarray
@@ -25,14 +26,16 @@ class Response:
     logprobs: np.ndarray | None = None
     versions: np.ndarray | None = None
     routes: np.ndarray | None = None
+    cut: bool = False
 
     def columns(self) -> dict[str, np.ndarray]:
         """As `Exchange.share` takes it."""
-        columns = {"ids": self.ids, "finished": np.array([self.finished])}
+        columns = {"ids": self.ids, "finished": np.array([self.finished]), "cut": np.array([self.cut])}
         recorded = {"logprobs": self.logprobs, "versions": self.versions, "routes": self.routes}
         return columns | {name: array for name, array in recorded.items() if array is not None}
 
     @staticmethod
     def of(columns: dict[str, np.ndarray]) -> Response:
         """The inverse of `columns`."""
-        return Response(**columns | {"finished": bool(columns["finished"][0])})  # type: ignore[arg-type]
+        plain = {name: bool(columns[name][0]) for name in ("finished", "cut")}
+        return Response(**columns | plain)  # type: ignore[arg-type]

@@ -72,9 +72,9 @@ class ResumeCache:
         about, kept = self._what(step, rollouts, sampling, count)
         self._aside.start(lambda: _write(self.path, about, kept))
 
-    def write(self, path: Path, step: int, rollouts: list[Rollout], sampling: SamplingParams) -> None:
-        """Writes all rollouts of a step to another file, for `take`."""
-        _write(path, *self._what(step, dict(enumerate(rollouts)), sampling, len(rollouts)))
+    def write(self, path: Path, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
+        """Writes rollouts of a step to another file, for `take`; the arguments are those of `put`."""
+        _write(path, *self._what(step, rollouts, sampling, count))
 
     def check(self) -> None:
         """Raises OSError if rollouts could not be written; does not wait."""

@@ -4,7 +4,7 @@ With `rollout.mode=exact` the responses of step k are sampled whole, from the we
 N = `rollout.max_lag`. With `rollout.mode=segments` they begin there, too, but every later weights continue them by at
 most T = `rollout.segment_tokens` tokens: from the weights after v steps, a response of step k grows to at most
 (v - (k - N) + 1) T tokens in all. So token t comes from the weights after max(0, k - N + t // T) steps, whatever the
-clock says, and no response is preferred by its length.
+clock says, and no response is preferred by its length. `rollout.mode=stream` is in `stream_rollouts.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,16 @@ def schedule_settings(config: Config) -> dict[str, str]:
     settings = {"max_lag": rollout.max_lag, "updates_per_rollout": config.train.updates_per_rollout}
     if rollout.mode == "segments":
         settings["segment_tokens"] = rollout.tokens_per_segment
-    return {name: str(value) for name, value in settings.items()}
+    named = {name: str(value) for name, value in settings.items()}
+    return named | ({"mode": "stream"} if rollout.mode == "stream" else {})
+
+
+def stream_settings(config: Config) -> dict[str, int]:
+    """The settings on which it depends which responses a step takes with `rollout.mode=stream`."""
+    rollout, train = config.rollout, config.train
+    of_rollout = {"rollout.max_lag": rollout.max_lag, "rollout.per_prompt": rollout.per_prompt}
+    of_train = ("prompts_per_step", "updates_per_rollout")
+    return of_rollout | {f"train.{name}": getattr(train, name) for name in of_train}
 
 
 @dataclass(frozen=True)
@@ -138,10 +147,19 @@ class Schedule:
             return replace(request, key=key, most=most)
         return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have // tokens), most=most)
 
+    def continued(self, request: Request, begun: Rollout | None, step: int, index: int) -> Request:
+        """Asks for all that response `index` to `request` of a step lacks; its randomness is of its next token on."""
+        key = (*training_sampling(self.config, step).key, index)
+        if begun is None:
+            return replace(request, key=key)
+        have = len(begun.response_ids)
+        most = self.config.response_limit[1] - have
+        return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have), most=most)
+
     def grown(self, begun: Rollout | None, part: Rollout) -> Rollout:
         """A response with what was sampled for its portion; `finish_reason` is None if it goes on."""
         rollout = part if begun is None else _joined(begun, part)
-        if self.config.rollout.mode == "exact" or part.finish_reason != "length":
+        if self.config.rollout.mode == "exact" or part.finish_reason not in ("length", None):
             return rollout
         is_full = len(rollout.response_ids) == self.config.response_limit[1] or rollout.length == self.max_positions
         return replace(rollout, finish_reason="length" if is_full else None)

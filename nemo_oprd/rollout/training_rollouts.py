@@ -12,14 +12,18 @@ from typing import NoReturn
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
+from nemo_oprd.models.megatron.parallel import first_ranks
 from nemo_oprd.rollout.beside import EngineBeside
-from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine, Ticket
+from nemo_oprd.rollout.engine import GenerationCancelled, Request, RolloutEngine, Ticket
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.sampled_versions import check_versions
 from nemo_oprd.rollout.schedule import Portion, Schedule, ended_on_purpose, training_sampling
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs
 
 logger = logging.getLogger(__name__)
+
+# in a checkpoint: which responses the steps of a run with `rollout.mode=stream` have not taken yet
+STREAM_FILE = Path("rollouts/stream.json")
 
 
 @dataclass
@@ -67,19 +71,25 @@ class RolloutSampler:
             ValueError: a response is not of the weights that it should be.
             Stopped: a signal asked the run to stop before all responses were complete.
         """
+        requests, sampled = self._of_step(step)
+        if requests:
+            most = self.config.rollout.max_lag * self.config.train.updates_per_rollout
+            check_versions(sampled, step, self.engine.weights.steps, most)
+        rollouts = ended_on_purpose(sampled, self.config)
+        taught_by = self.routing.teachers_of(rollout.data_source for rollout in rollouts)
+        return add_teacher_inputs(self.teacher_inputs, taught_by, rollouts, requests)
+
+    def _of_step(self, step: int) -> tuple[list[Request], list[Rollout]]:
+        """(What was asked for, the responses) of a step."""
         requests = self.schedule.requests(step)
         for earlier in [each for each in self._sampled if each < step]:
             del self._sampled[earlier]
         if requests:
             self._sample(step)
-            most = self.config.rollout.max_lag * self.config.train.updates_per_rollout
-            check_versions(self._sampled[step], step, self.engine.weights.steps, most)
         else:  # recorded
             self._sampled[step] = self.engine.generate(requests, training_sampling(self.config, step))
             self._unchecked.append(self._sampled[step])
-        rollouts = ended_on_purpose(self._sampled[step], self.config)
-        taught_by = self.routing.teachers_of(rollout.data_source for rollout in rollouts)
-        return add_teacher_inputs(self.teacher_inputs, taught_by, rollouts, requests)
+        return requests, self._sampled[step]
 
     def settle(self, step: int) -> None:
         """Waits for responses that are under way: the weights after `step` steps are about to change.
@@ -103,8 +113,8 @@ class RolloutSampler:
     def write_ahead(self, done: int, directory: Path) -> None:
         """Writes the rollouts of steps that follow `done` steps, for `read_ahead`; one rank calls this."""
         for step in sorted(each for each in self._sampled if each >= done):
-            params = training_sampling(self.config, step)
-            self.cache.write(directory / _file_name(step), step, self._sampled[step], params)
+            params, rollouts = training_sampling(self.config, step), self._sampled[step]
+            self.cache.write(directory / _file_name(step), step, dict(enumerate(rollouts)), params, len(rollouts))
 
     def read_ahead(self, directory: Path) -> None:
         """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.
@@ -112,8 +122,15 @@ class RolloutSampler:
         Rollouts that were sampled with other settings, `rollout.max_lag` among them, are sampled anew.
 
         Raises:
-            ValueError: they were sampled from other weights than those that are known under the same number.
+            ValueError: they were sampled from other weights than those that are known under the same number; or the
+                run's steps have taken responses as they were complete.
         """
+        if first_ranks((directory / STREAM_FILE).exists()):
+            raise ValueError(
+                f"{directory / STREAM_FILE} says that the run's steps took responses as they were complete "
+                f"(rollout.mode=stream), and this run has rollout.mode={self.config.rollout.mode}; expected stream "
+                "until the end of the run, because some prompts would be left out or taken twice: set it back"
+            )
         lag, first = self.config.rollout.max_lag, self.first_step
         for step in range(first, min(first + lag, self.config.train.steps)):
             requests, params = self.schedule.requests(step), training_sampling(self.config, step)
@@ -125,13 +142,17 @@ class RolloutSampler:
 
     def _sample(self, step: int) -> None:
         """Samples from the weights after `step` steps, and leaves the last call under way if the step can begin."""
-        weights = self.engine.weights
-        self.cache.digests.note(weights.steps, weights.digest, "this run")
+        self._note_weights()
         portions = self.schedule.due(self._sampled, step)
         for portion in portions:
             ticket = self._begin(portion)
             if ticket is not None and (portion.urgent or portion is not portions[-1]):
                 self._collect(portion, ticket, step)
+
+    def _note_weights(self) -> None:
+        """Notes which weights the engine has, before anything is sampled from them."""
+        weights = self.engine.weights
+        self.cache.digests.note(weights.steps, weights.digest, "this run")
 
     def _begin(self, portion: Portion) -> Ticket | None:
         """Begins to sample a portion; None if the cache has all of it from the interrupted run."""
@@ -160,16 +181,21 @@ class RolloutSampler:
                 ticket, self.should_cancel, last=not self.config.rollout.max_lag
             )
         except GenerationCancelled as cancelled:
-            # a run that resumes after `done` steps looks for these
-            kept = cancelled.completed if portion.weights == done else {}
-            if kept:
-                self.cache.put(step, kept, params, len(requests))
-                self.cache.finish()  # before the message says that they are kept
-            self.stop(done, step, len(kept), len(requests))
+            self._stop(portion, cancelled.completed, done)
         self._note(portion, ticket, began)
         if portion.last:  # earlier ones would be in the way of the last one
             self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
         self._came(portion, rollouts)
+
+    def _stop(self, portion: Portion, completed: dict[int, Rollout], done: int) -> NoReturn:
+        """Keeps what is complete of a portion, and stops the run, which has made `done` steps."""
+        step, requests = portion.step, portion.requests
+        # a run that resumes after `done` steps looks for these
+        kept = completed if portion.weights == done else {}
+        if kept:
+            self.cache.put(step, kept, portion.params, len(requests))
+            self.cache.finish()  # before the message says that they are kept
+        self.stop(done, step, len(kept), len(requests))
 
     def _engine_of(self, portion: Portion) -> RolloutEngine | EngineBeside:
         """An evaluation goes with what is sampled during the gradient, not with what the ranks wait for before it."""

@@ -41,6 +41,7 @@ from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.sampled_versions import lag_metrics
 from nemo_oprd.rollout.schedule import Schedule, schedule_settings
+from nemo_oprd.rollout.stream_rollouts import StreamSampler
 from nemo_oprd.rollout.training_rollouts import RolloutSampler
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
@@ -262,7 +263,8 @@ def _assemble(
     stopping = checkpointer.asked_to_stop, checkpointer.stop_while_sampling
     schedule = Schedule(config, data.prompts, student.spec.max_positions)
     inputs = schedule, data.teacher_inputs
-    sampler = RolloutSampler(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
+    kind = StreamSampler if config.rollout.mode == "stream" else RolloutSampler
+    sampler = kind(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
     sampler.beside = _overlapping(config, engine)
     checkpointer.write_ahead = sampler.write_ahead
     timeline = Timeline(Path(config.output), first_step, writes=log.writes)

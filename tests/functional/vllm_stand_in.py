@@ -62,6 +62,11 @@ def length_of(prompt: list[int], most: int, of: slice = slice(-1, None)) -> int:
     return min(most, 1 + sum(prompt[of]) % 7)
 
 
+def whole_length(prompt: list[int], whole: list[int]) -> int:
+    """One of the numbers, by the first ids of the prompt."""
+    return whole[sum(prompt[:4]) % len(whole)]
+
+
 def sample(
     digest: str,
     seed: int | None,
@@ -69,14 +74,17 @@ def sample(
     most: int,
     known: int,
     stop: list[int],
-    lengths: Sequence[int] | str = (),
+    lengths: Sequence[int] | str | dict[str, list[int]] = (),
 ) -> dict[str, Any]:
     """{"ids", "logprobs", "stopped"}; a response with room left ends with a stop id.
 
-    Its length is one of `lengths`, whatever the weights are; none, or "of whole prompts": see `length_of`.
+    Its length is one of `lengths`, whatever the weights are; none, or "of whole prompts": see `length_of`; {"whole":
+    NUMBERS}: prompt and response together have `whole_length` tokens, also if the prompt has some of the response.
     """
     draw = random.Random(f"{digest} {seed} {prompt}")
-    if isinstance(lengths, str) or not lengths:
+    if isinstance(lengths, dict):
+        length = min(most, max(1, whole_length(prompt, lengths["whole"]) - len(prompt)))
+    elif isinstance(lengths, str) or not lengths:
         length = length_of(prompt, most, slice(None) if lengths else slice(-1, None))
     else:
         length = min(most, random.Random(f"{seed} {prompt}").choice(lengths))
@@ -96,6 +104,7 @@ class Model:
         self.tensors: dict[str, tuple] = {}
         self.digest, self.version, self.earlier = "none", None, None
         self.paused = self.joined = self.updating = self.asleep = False
+        self.cuts = 0  # pauses that ended what was under way
         self.workers = range(int(options.tensor_parallel_size))
         self.groups: dict[int, Any] = {}  # of each worker
         self.counts: dict[str, int] = {}
@@ -110,7 +119,7 @@ class Model:
             server = self.options.uds or self.options.port
             line = {"pid": os.getpid(), "group": os.getpgid(0), "server": server, "call": kind, "path": path}
             line["time"] = time.time()
-            line |= {"prompt": body.get("token_ids"), **sampling}
+            line |= {"prompt": body.get("token_ids"), "version": body.get("weight_version"), **sampling}
             with (HERE / "requests.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
             die = self.faults.get("die", {})
@@ -133,13 +142,17 @@ class Model:
             return getattr(self, call[1:])(body)
         if call in ("/sleep", "/wake_up"):
             return self.sleep(path)
+        if call == "/pause":
+            return self.pause(path)
         if call == "/collective_rpc":
             return {"results": [getattr(self, body["method"])()] * int(self.options.tensor_parallel_size)}
         with self.lock:
             return getattr(self, call[1:])(body)
 
-    def pause(self, body: dict[str, Any]) -> None:
+    def pause(self, path: str) -> None:
+        """With mode=abort, what is under way is answered with the tokens so far."""
         self.paused = True
+        self.cuts += path.endswith("mode=abort")
 
     def resume(self, body: dict[str, Any]) -> None:
         self.require(not self.updating, "resumed during an update")
@@ -246,27 +259,37 @@ class Model:
         found |= {"known_ids": self.known, "dtype": self.options.dtype, "logprobs_mode": self.options.logprobs_mode}
         return found | {"workers": int(self.options.tensor_parallel_size), **self.faults.get("describe", {})}
 
+    def waits(self, seconds: float, cuts: int) -> bool:
+        """Waits, at least until the server is not paused; whether it was not cut since, the time after `cuts` times."""
+        until = time.monotonic() + seconds
+        while self.cuts == cuts and (self.paused or time.monotonic() < until):
+            time.sleep(min(0.005, max(0.0, until - time.monotonic())) if not self.paused else 0.005)
+        return self.cuts == cuts
+
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.require(not self.paused and not self.asleep, "paused or asleep")
-        sampling, faults = body["sampling_params"], self.faults
-        if "seed" in sampling:
-            time.sleep(faults.get("delay_s", 0.0))
+        self.require(not self.asleep, "asleep")
+        sampling, faults, cuts = body["sampling_params"], self.faults, self.cuts
+        goes_on = self.waits(faults.get("delay_s", 0.0) if "seed" in sampling else 0.0, cuts)
         stop = sampling.get("stop_token_ids", [])
         most, seed = sampling["max_tokens"], sampling.get("seed")
         found = sample(self.digest, seed, body["token_ids"], most, self.known, stop, faults.get("lengths", ()))
         ids, logprobs = found["ids"], found["logprobs"]
-        if "seed" in sampling:
-            time.sleep(faults.get("token_s", 0.0) * len(ids))
+        tokens, asked = (0 if not goes_on else len(ids)), len(ids)
+        for number in range(tokens if "seed" in sampling and "token_s" in faults else 0):
+            if not self.waits(faults["token_s"], cuts):
+                tokens = number
+                break
+        ids, logprobs = ids[:tokens], logprobs[:tokens]
         if "seed" in sampling and faults.get("outside"):
             ids[-1] = self.known
         version = "1-of-somebody-else" if "seed" in sampling and faults.get("version") else self.version
-        if "seed" in sampling:
+        if "seed" in sampling and ids:
             logprobs = logprobs[: faults.get("logprobs")]
             logprobs[-1] = float(faults.get("last_logprob", logprobs[-1]))
         content: Any = {"content": [{"logprob": value} for value in logprobs]}
         if "seed" in sampling and faults.get("no_logprobs"):
             content = None
-        spans = [{"version": version, "start": 0, "end": len(ids)}]
+        spans = [{"version": version, "start": 0, "end": len(ids)}] if ids else []
         half, wrong = len(ids) // 2, faults.get("spans", {})
         if "seed" in sampling and self.earlier != version and half and happens("spans", wrong):
             named = {"older": (self.earlier, self.earlier), "swapped": (version, self.earlier)}[wrong["kind"]]
@@ -276,7 +299,7 @@ class Model:
             "token_ids": ids,
             "weight_versions": spans,
             "logprobs": content,
-            "finish_reason": "stop" if found["stopped"] else "length",
+            "finish_reason": "abort" if len(ids) < asked else "stop" if found["stopped"] else "length",
         }
         return {"choices": [choice]}
 

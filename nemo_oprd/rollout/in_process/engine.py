@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -207,7 +208,7 @@ class MegatronEngine(Generates):
 
 
 def _rollout(request: Request, response: Response, step: int) -> Rollout:
-    recorded = {"logprobs": response.logprobs, "expert_routes": response.routes}
+    recorded: dict[str, Any] = {"logprobs": response.logprobs, "expert_routes": response.routes}
     spans = weight_spans.span(step, len(response.ids))
     return request.answered(response.ids, finished=response.finished, weight_versions=spans, **recorded)
 

@@ -49,15 +49,21 @@ class _Answer(TypedDict):
 _ANSWER = TypeAdapter(_Answer)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerCheck:
-    """What all responses of a round have in common: the version of the weights, and ids below `known_ids`."""
+    """What all responses of a round have in common: the version of the weights, and ids below `known_ids`.
+
+    `may_be_cut`: the round is cut, so that a response may have its first tokens only, or none.
+    """
 
     version: str
     known_ids: int
+    may_be_cut: bool = False
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Response:
         """The response in a server's answer to request `index`, which asked for at most `most` tokens.
+
+        It has no ids if the round was cut before its first one.
 
         Raises:
             ServerDied: the server gave the response up, as one does that somebody ends.
@@ -71,8 +77,11 @@ class AnswerCheck:
                 "probabilities and the version of the weights: does it run the vLLM of scripts/setup_vllm.sh?"
             ) from error
         ids, spans, reason = choice["token_ids"], choice["weight_versions"], choice["finish_reason"]
-        if reason not in ("stop", "length"):
+        cut = reason == "abort" and self.may_be_cut
+        if not cut and reason not in ("stop", "length"):
             raise ServerDied(f"{server} gave response {index} up ({reason})")
+        if cut and not ids:
+            return Response(np.zeros(0, np.int32), finished=False, cut=True)
         if [(span["version"], span["start"], span["end"]) for span in spans] != [(self.version, 0, len(ids))]:
             found = ", ".join(f"{span['version']} (tokens {span['start']} to {span['end']})" for span in spans)
             raise ServerRefused(
@@ -85,7 +94,7 @@ class AnswerCheck:
                 "--max-model-len from its flags, or lower rollout.max_new_tokens"
             )
         logprobs = np.array([token["logprob"] for token in choice["logprobs"]["content"]], np.float32)
-        return Response(self._ids(index, ids, logprobs, server), reason == "stop", logprobs)
+        return Response(self._ids(index, ids, logprobs, server), reason == "stop", logprobs, cut=cut)
 
     def _ids(self, index: int, ids: list[int], logprobs: np.ndarray, server: str) -> np.ndarray:
         """The ids as an array, if they and their log-probabilities can be those of a response."""

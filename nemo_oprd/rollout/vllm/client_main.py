@@ -71,8 +71,8 @@ class ToldRound:
         self._channel, self._waited_s = channel, time.monotonic() - message["asked"]
         self._writer = SegmentWriter(lambda file: channel.send({"kind": "segment"}, file))
         self._servers: list[Server] = [OthersServer(**server) for server in message["servers"]]
-        check = AnswerCheck(message["version"], message["known_ids"])
-        self.work = Sampling(client, check, message["timeout_s"], self._claim, message["slots"], self._deliver)
+        self._check = AnswerCheck(message["version"], message["known_ids"])
+        self.work = Sampling(client, self._check, message["timeout_s"], self._claim, message["slots"], self._deliver)
         self._responses: list[dict[str, Any]] = []  # not yet told, like `_claims`
         self._claims: list[asyncio.Future[Claimed | None]] = []
         self._told: deque[list[asyncio.Future[Claimed | None]]] = deque()  # the claims of each message
@@ -89,11 +89,19 @@ class ToldRound:
         self._channel.send({"kind": "over", "died": [*work.died.items()], "error": work.error,
                             "busy_s": [*work.busy_s.items()], "waited_s": self._waited_s})  # fmt: skip
 
+    async def cut(self) -> None:
+        """Ends the round with the tokens so far of what is under way."""
+        self._check.may_be_cut = True
+        await self.work.cut()
+
     def _deliver(self, index: int, response: Response, server: int) -> None:
+        if not len(response.ids):  # it was cut before its first token
+            return
         assert response.logprobs is not None
         segment, offset = self._writer.write(response.ids, response.logprobs)
         place = {"segment": segment, "offset": offset, "tokens": len(response.ids)}
-        self._responses.append({"index": index, "finished": response.finished, "server": server, **place})
+        how = {"finished": response.finished, "cut": response.cut}
+        self._responses.append({"index": index, "server": server, **how, **place})
         self._tell_soon()
 
     async def _claim(self) -> Claimed | None:
@@ -137,9 +145,11 @@ class ClientMain:
         self._round: ToldRound | None = None
 
     def take(self, message: dict[str, Any]) -> None:
-        """Takes a message of the controller: sample, claimed, died or stop."""
+        """Takes a message of the controller: sample, claimed, died, cut or stop."""
         if message["kind"] == "sample":
             self._client.start(self._sample(message))
+        elif message["kind"] == "cut":
+            self._client.start(self._cut())
         else:
             self._client.call(lambda: getattr(self, f"_{message['kind']}")(message))
 
@@ -152,6 +162,10 @@ class ClientMain:
             raise
         finally:
             self._round = None
+
+    async def _cut(self) -> None:
+        if self._round is not None:
+            await self._round.cut()
 
     def _claimed(self, message: dict[str, Any]) -> None:
         if self._round is not None:

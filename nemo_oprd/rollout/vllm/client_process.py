@@ -39,11 +39,13 @@ class Round:
     """What a controller brings home; also while the round is under way."""
 
     sampled: dict[int, Response] = field(default_factory=dict)  # by the index of the request
+    cut: dict[int, Response] = field(default_factory=dict)  # the first tokens of responses, when the round was cut
     died: dict[int, str] = field(default_factory=dict)  # per server, why
     error: str | None = None  # what makes further sampling pointless
     busy_s: dict[int, float] = field(default_factory=dict)  # per server, the seconds until its last response
     waited_s: float = 0.0  # before that, until the client process began
     lost: list[str] = field(default_factory=list)  # how the client process ended, if it did
+    is_cut: bool = False  # see `ClientProcess.cut`
 
 
 @dataclass
@@ -215,6 +217,11 @@ class ClientProcess:
         """Asks to end the round."""
         self._tell({"kind": "stop"})
 
+    def cut(self, result: Round) -> None:
+        """Asks to end the round that fills `result` with the tokens so far of what is under way (`Round.cut`)."""
+        result.is_cut = True  # before it is told: perhaps the round's thread has not told of the round yet
+        self._tell({"kind": "cut"})
+
     def _tell(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # it has ended, which the round notices
             self._channel.send(message)
@@ -223,6 +230,8 @@ class ClientProcess:
         try:
             with Keeper(job.keep, result, self.stop) as keeper:
                 self._tell(job.message(servers))
+                if result.is_cut:
+                    self._tell({"kind": "cut"})
                 self._listen(job, keeper, result)
         except BaseException:
             self._end()  # the servers give up what they sample when their connections close
@@ -237,7 +246,7 @@ class ClientProcess:
                 if message["claims"]:  # first, because servers wait for that
                     self._claim(job, message["claims"])
                 for response in message["responses"]:
-                    self._take(job, segments, keeper, **response)
+                    self._take(job, segments, keeper, result, **response)
             elif kind == "segment":
                 segments.add(self._channel.take_file())
             elif kind == "over":
@@ -263,18 +272,24 @@ class ClientProcess:
         job: Job,
         segments: SegmentReader,
         keeper: Keeper,
+        result: Round,
         *,
         index: int,
         finished: bool,
+        cut: bool,
         server: int,
         segment: int,
         offset: int,
         tokens: int,
     ) -> None:
-        """Takes a response, which `server` has sampled."""
+        """Takes a response, which `server` has sampled; one that was cut is not kept."""
         ids, logprobs = segments.response(segment, offset, tokens)
         versions = np.array([[job.step, 0, tokens]], np.int32)  # the client process has compared `Job.version`
-        keeper.add(index, Response(ids, finished, logprobs, versions))
+        response = Response(ids, finished, logprobs, versions, cut=cut)
+        if cut:
+            result.cut[index] = response
+        else:
+            keeper.add(index, response)
 
     def _end(self) -> str:
         """Ends the process; how it had ended."""

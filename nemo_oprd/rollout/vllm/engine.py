@@ -10,12 +10,7 @@ A client process that dies ends the round, too, and the next one has another cli
 
 from __future__ import annotations
 
-import datetime
-import logging
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +21,10 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.megatron.parallel import device, everyones, init_distributed
+from nemo_oprd.models.megatron.parallel import device, init_distributed
 from nemo_oprd.models.weights.hf import TensorReader, hf_names
 from nemo_oprd.rollout.engine import (
+    Enough,
     Generates,
     GenerationCancelled,
     Keep,
@@ -39,27 +35,19 @@ from nemo_oprd.rollout.engine import (
     WeightStream,
     check_room,
 )
-from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.vllm import gpu_memory
-from nemo_oprd.rollout.vllm.client_process import Job, Round, RoundSummary
 from nemo_oprd.rollout.vllm.controlled import Controlled, machines_and_devices
 from nemo_oprd.rollout.vllm.endpoint import Endpoint, caller
 from nemo_oprd.rollout.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.rollout.vllm.placement import Place, place_servers
-from nemo_oprd.rollout.vllm.request_queue import LengthEstimate, RequestQueue
+from nemo_oprd.rollout.vllm.rounds import Rounds
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.ticket import VllmTicket
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush, digest_in
-from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.runtime.signals import agree
-
-logger = logging.getLogger(__name__)
-
-# how often a rank that waits for responses asks whether it should cancel
-CANCEL_CHECK_S = 0.5
 
 
 class VllmEngine(Generates):
@@ -103,12 +91,7 @@ class VllmEngine(Generates):
         except BaseException:
             self.close()
             raise
-        controllers = {place.controller for place in self._places}
-        self._queue = RequestQueue(self._mine.client is not None, len(controllers))
-        folder = self._mine.folder
-        self._exchange = Exchange(controllers, None if folder is None else folder.path)
-        self._lost_clients = 0
-        self._lengths = LengthEstimate()
+        self._rounds = Rounds(self._mine, self._places, self._settings)
         self._stream: WeightStream | None = None
         self.weights, self._version = Weights(0), ""
         self._asleep = 0  # the level of servers that share GPUs with the trainer; 0: awake, 2: without weights
@@ -181,7 +164,7 @@ class VllmEngine(Generates):
         self._wake_up()
         limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
         ticket = VllmTicket(requests, sampling, dict(done or {}), keep, Task(requests, sampling, *limits))
-        self._begin_round(ticket)
+        self._rounds.begin(ticket, self._version, self.weights)
         return ticket
 
     def collect(
@@ -193,91 +176,74 @@ class VllmEngine(Generates):
             ValueError: a server refuses, answers nonsense or died too often.
         """
         assert isinstance(ticket, VllmTicket)
-        busy = dict[int, float]()
         while ticket.missing():
             if ticket.under_way is None:
-                self._begin_round(ticket)
-            mine, found = self._end_round(ticket, should_cancel)
-            ticket.own |= mine.sampled
-            ticket.complete |= found.sampled
-            busy |= found.busy_s
-            ticket.note_served(found.served_s)
-            if found.error is not None:
-                raise ServerRefused(found.error)
-            cancelled, failed = found.cancelled, bool(found.died or found.lost)
-            if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
-                (cancelled,) = agree(device(), should_cancel())
-            if cancelled:
-                sampled = self._shared(ticket)
-                self._finish(ticket.requests, sampled, busy, True)
-                raise GenerationCancelled({**ticket.done, **sampled})
-            assert failed or found.sampled, "no server had the weights"
-            if failed and self._settings.repeat == "step":
-                ticket.forget()
-            self._lost_clients += len(found.lost)
-            _check_clients(self._lost_clients, found.lost, self._settings.max_restarts)
-            if found.died:
-                self._push.revive(found.died)
-                self._push_again()
-        sampled = self._shared(ticket)
-        self._finish(ticket.requests, sampled, busy, last)
+                self._rounds.begin(ticket, self._version, self.weights)
+            self._complete_round(ticket, should_cancel)
+        sampled = self._rounds.shared(ticket, ticket.own)
+        self._finish(ticket, sampled, last)
         rollouts = {**ticket.done, **sampled}
         return [rollouts[i] for i in range(len(ticket.requests))]
 
-    def _begin_round(self, ticket: VllmTicket) -> None:
-        """Lets the controllers claim what a ticket lacks."""
-        order = self._lengths.longest_first(ticket.requests, ticket.missing())
-        if not order:
-            return
-        claim, sampler = self._queue.open(order), self._mine.sampler
-        mine, work, ticket.round_began = Round(), None, time.time()
-        if sampler is not None:
-            slots = -(-len(order) // len(self._places))
-            job = Job(ticket.task, self._version, self.weights.steps, claim, slots, ticket.keeping(_rollout))
-            work = sampler.start(job, [*self._mine.servers.values()], mine)
-        ticket.under_way = mine, work
+    def gather(
+        self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+    ) -> dict[int, Rollout]:
+        """See `RolloutEngine`. A server that dies is restarted when no other one has anything left to sample.
 
-    def _end_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> tuple[Round, RoundSummary]:
-        """Waits for the round of all controllers: (what this one brings home, what they do together)."""
-        assert ticket.under_way is not None
-        (mine, work), ticket.under_way = ticket.under_way, None
-        cancelled = self._wait(work, should_cancel)
-        found = RoundSummary.joined(everyones(RoundSummary.of(mine, cancelled)))
-        self._queue.close()
-        return mine, found
-
-    def _wait(self, work: Future | None, should_cancel: Callable[[], bool] | None) -> bool:
-        """Waits until all controllers have finished; whether this rank was told to cancel before its part was done.
-
-        Whoever learns that the run is asked to stop tells the controllers; the ranks' answers may differ.
+        Raises:
+            ValueError: as `collect`.
         """
-        cancelled, sampler = False, self._mine.sampler
-        while work is not None and not work.done():
-            assert sampler is not None
-            try:
-                work.result(CANCEL_CHECK_S)
-            except FutureTimeout:
-                cancelled = cancelled or self._queue.is_cancelled() or (should_cancel is not None and should_cancel())
-                if cancelled:
-                    self._queue.cancel()
-                    sampler.stop()
-                self._mine.report_deaths()
-        if work is not None:
-            work.result()  # raises what went wrong in our own code
-        self._queue.finish()
-        while not self._queue.wait_for_all(datetime.timedelta(seconds=2)):
-            if should_cancel is not None and should_cancel():
-                self._queue.cancel()
-        return cancelled
+        assert isinstance(ticket, VllmTicket)
+        while not enough(ticket.complete):
+            if ticket.under_way is None:
+                self._rounds.begin(ticket, self._version, self.weights)
+            if not self._rounds.watch(ticket, enough, should_cancel or (lambda: False)):
+                self._complete_round(ticket, should_cancel)
+        return self._rounds.given(ticket)
 
-    def _shared(self, ticket: VllmTicket) -> dict[int, Rollout]:
-        """The rollouts of all controllers' responses, the same on every rank; views of what the machines exchange."""
-        shared = self._exchange.share({i: response.columns() for i, response in ticket.own.items()})
-        return {i: _rollout(ticket.requests[i], Response.of(columns)) for i, columns in shared.items()}
+    def cut(self, ticket: Ticket) -> dict[int, Rollout]:
+        """See `RolloutEngine`. The servers end what they sample, and are paused until the next weights.
 
-    def _finish(self, requests: list[Request], sampled: dict[int, Rollout], busy: dict[int, float], last: bool) -> None:
+        A server that dies meanwhile is started again, and gets the next weights; its unfinished tokens are lost.
+
+        Raises:
+            ValueError: a server refuses, or died too often.
+        """
+        assert isinstance(ticket, VllmTicket)
+        first_tokens = dict[int, Response]()
+        if ticket.under_way is not None:
+            found, first_tokens = self._rounds.cut(ticket)
+            if found.died:
+                self._push.revive(found.died)
+        given = self._rounds.given(ticket, first_tokens)
+        self._finish(ticket, {i: one for i, one in given.items() if one.finish_reason is not None}, last=False)
+        return given
+
+    def _complete_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> None:
+        """Waits for a round to its end, and prepares the next one if servers have died.
+
+        Raises:
+            GenerationCancelled, ValueError: as `collect`.
+        """
+        found = self._rounds.take(ticket, should_cancel)
+        cancelled, failed = found.cancelled, bool(found.died or found.lost)
+        if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
+            (cancelled,) = agree(device(), should_cancel())
+        if cancelled:
+            sampled = self._rounds.shared(ticket, ticket.own)
+            self._finish(ticket, sampled, True)
+            raise GenerationCancelled({**ticket.done, **sampled})
+        assert failed or found.sampled, "no server had the weights"
+        if failed and self._settings.repeat == "step":
+            ticket.forget()
+        if found.died:
+            self._push.revive(found.died)
+            self._push_again()
+
+    def _finish(self, ticket: VllmTicket, sampled: dict[int, Rollout], last: bool) -> None:
         """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
-        self._lengths.learn(requests, {i: len(rollout.response_ids) for i, rollout in sampled.items()})
+        self._rounds.lengths.learn(ticket.requests, {i: len(rollout.response_ids) for i, rollout in sampled.items()})
+        busy = ticket.busy_s
         self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
         if len(busy) > 1:
             # the share of the time of all servers in which they waited for the slowest one
@@ -310,22 +276,3 @@ class VllmEngine(Generates):
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
         self._mine.close()
         self._mine = Controlled()
-
-
-def _check_clients(count: int, lost: list[str], most: int) -> None:
-    """Says which client processes a round has `lost`; ServerRefused if it were more than `most` in all (`count`)."""
-    for how in lost:
-        said = f"the client of the vLLM servers ({how}) is started again, and what it lacked is sampled again"
-        if dist.get_rank() == 0:
-            logger.warning(said, extra=ON_STDOUT)
-    if count > most:
-        raise ServerRefused(
-            f"the client of the vLLM servers ended {count} times, the last time: {lost[-1]}; expected at most {most} "
-            "times (rollout.vllm.max_restarts): see whether the machine runs out of memory"
-        )
-
-
-def _rollout(request: Request, response: Response) -> Rollout:
-    assert response.versions is not None and len(response.versions) == 1  # `answers.py` refuses others
-    recorded = {"logprobs": response.logprobs, "weight_versions": response.versions}
-    return request.answered(response.ids, finished=response.finished, **recorded)

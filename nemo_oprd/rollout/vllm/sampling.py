@@ -11,10 +11,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from nemo_oprd.rollout.vllm.client import Client, ConnectionBroken
+from nemo_oprd.rollout.vllm.client import CALL_TIMEOUT_S, Client, ConnectionBroken
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 
 GENERATE = "/inference/v1/generate"
+# ends what a server samples, so that it answers with the tokens so far, and lets it begin nothing else
+PAUSE_AND_CUT = "/pause?mode=abort"
+# a request may be on its way while its server is paused: it waits there, and is ended by the next pause
+CUT_TRIES, CUT_GRACE_S = 20, 0.5
 # of a request whose connection broke although its server was well
 REPETITIONS = 3
 # (index of a request, what to post)
@@ -39,7 +43,7 @@ class Reader(Protocol[Read]):
 
 @dataclass
 class Sampling(Generic[T]):
-    """`run` samples until nothing is left to claim, no server is left, or somebody stops it.
+    """`run` samples until nothing is left to claim, no server is left, or somebody stops or cuts it.
 
     Attributes:
         claim: the next request; None if there are no more. Other controllers claim from the same queue.
@@ -51,6 +55,7 @@ class Sampling(Generic[T]):
         error: what makes further sampling pointless.
         busy_s: per server, the seconds until its last response.
         stopped: is set to end the round; requests under way are given up and their connections closed.
+        is_cut: nothing else is claimed, see `cut`.
     """
 
     client: Client
@@ -64,19 +69,49 @@ class Sampling(Generic[T]):
     error: str | None = None
     busy_s: dict[int, float] = field(default_factory=dict)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    is_cut: bool = False
+    _pauses: asyncio.Future | None = None
+    _slots: dict[int, tuple[Server, asyncio.Future]] = field(default_factory=dict)  # by the number of their server
     _again: list[Claimed] = field(default_factory=list)  # claimed by a server that died
     _deaths: dict[int, asyncio.Event] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
 
     async def run(self, servers: list[Server]) -> None:
-        """Samples on `servers`, which have the weights."""
+        """Samples on `servers`, which have the weights. Afterwards no call is on its way."""
+        await self._run(servers)
+        if self._pauses is not None:  # a pause that came late would end what is sampled next
+            await asyncio.wait([self._pauses])
+
+    async def _run(self, servers: list[Server]) -> None:
         self._deaths = {server.number: asyncio.Event() for server in servers}
         alive = [server for server in servers if server.number not in self.died]
         while alive and not self.stopped.is_set():
             await asyncio.gather(*(self._serve(server) for server in alive))
             alive = [server for server in alive if server.number not in self.died]
-            if not self._again:
+            if not self._again or self.is_cut:
                 return
+
+    async def cut(self) -> None:
+        """Ends the round with what there is: servers answer requests under way with the tokens so far, and pause."""
+        if not self.is_cut:
+            self.is_cut = True
+            self._pauses = asyncio.gather(
+                *(self._cut(*at) for at in self._slots.values() if at[0].number not in self.died)
+            )
+            await asyncio.wait([self._pauses])
+
+    async def _cut(self, server: Server, slots: asyncio.Future) -> None:
+        try:
+            for _ in range(CUT_TRIES):
+                await self.client.post_watched(server, PAUSE_AND_CUT, timeout=CALL_TIMEOUT_S)
+                if not (await asyncio.wait([slots], timeout=CUT_GRACE_S))[1]:
+                    return
+            self.note_death(server.number, f"{server.name} did not end the responses under way")
+        except ServerDied as death:
+            self.note_death(server.number, str(death))
+        except ServerRefused as refusal:
+            self.error = self.error or str(refusal)
+            self.stopped.set()
 
     def give_back(self, claimed: Claimed) -> None:
         """Takes a request back that was claimed for a server which has died meanwhile."""
@@ -94,6 +129,7 @@ class Sampling(Generic[T]):
         dead = asyncio.create_task(self._deaths[server.number].wait())
         stop = asyncio.create_task(self.stopped.wait())
         slots = asyncio.gather(*(self._slot(server) for _ in range(min(self.slots, server.in_flight))))
+        self._slots[server.number] = server, slots
         waiting: list[asyncio.Future] = [slots, watch, dead, stop]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -108,11 +144,11 @@ class Sampling(Generic[T]):
 
     async def _slot(self, server: Server) -> None:
         """One request after the other."""
-        while not self.stopped.is_set() and server.number not in self.died:
+        while not (self.stopped.is_set() or self.is_cut or server.number in self.died):
             claimed = self._again.pop() if self._again else await self.claim()
             if claimed is None:
                 return
-            if server.number in self.died:  # while this waited
+            if self.is_cut or server.number in self.died:  # while this waited
                 self.give_back(claimed)
                 return
             index, body = claimed

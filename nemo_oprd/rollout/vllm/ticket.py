@@ -22,6 +22,7 @@ class VllmTicket(Ticket):
         complete: the indices of all requests that have a response on some rank.
         under_way: the round that has begun and was not waited for, with this rank's part in it.
         round_began: when the last round began, in seconds since the epoch.
+        busy_s: per server, the seconds until its last response in its last round.
     """
 
     task: Task
@@ -29,6 +30,7 @@ class VllmTicket(Ticket):
     complete: set[int] = field(init=False)
     under_way: tuple[Round, Future | None] | None = None
     round_began: float = 0.0
+    busy_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.complete = set(self.done)
@@ -46,6 +48,10 @@ class VllmTicket(Ticket):
     def forget(self) -> None:
         """Gives up what was sampled since the ticket was made."""
         self.own, self.complete = {}, set(self.done)
+
+    def new(self) -> dict[int, Response]:
+        """This rank's complete responses that `gather` and `cut` have not returned."""
+        return {i: response for i, response in self.own.items() if i not in self.given}
 
     def keeping(self, rollout: Callable[[Request, Response], Rollout]) -> Callable[[dict[int, Response]], None] | None:
         """`keep` for responses, of which `rollout` makes rollouts; None if nothing is to be kept."""

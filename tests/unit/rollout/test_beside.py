@@ -37,6 +37,18 @@ class Engine:
             raise GenerationCancelled(dict(enumerate(rollouts[: self.complete])))
         return rollouts
 
+    def gather(self, ticket: Any, enough: Any, should_cancel: Any = None) -> dict[int, Rollout]:
+        """One response at a time is complete, the last ones first."""
+        found = dict[int, Rollout]()
+        while not enough({*ticket.done, *found}):
+            index = len(ticket.requests) - 1 - len(ticket.done) - len(found)
+            found[index] = Rollout([1], [index], finish_reason="stop")
+        ticket.done |= found
+        return found
+
+    def cut(self, ticket: Any) -> dict[int, Rollout]:
+        return {i: Rollout([1], [i]) for i in range(len(ticket.requests)) if i not in ticket.done}
+
 
 def added() -> tuple[Beside, dict[int, Rollout], list[Rollout]]:
     kept, taken = dict[int, Rollout](), list[Rollout]()
@@ -57,6 +69,21 @@ def test_it_goes_with_the_next_call_and_no_other() -> None:
     engine.add(beside)
     engine.drop()
     assert len(engine.submit([Request([1])], TRAINING).requests) == 1
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_it_is_complete_before_a_call_is_cut(wanted: int) -> None:
+    """Whatever was gathered of training's responses; training never sees those of the evaluation."""
+    engine, (beside, _, taken) = EngineBeside(Engine()), added()  # type: ignore[arg-type]
+    engine.add(beside)
+    ticket = engine.submit([Request([1]), Request([2])], TRAINING, {})
+    found = engine.gather(ticket, lambda complete: len(complete) >= wanted)
+    assert sorted(found) == [[], [1], [0, 1]][wanted]
+    rest = engine.cut(ticket)
+    assert sorted([*found, *rest]) == [0, 1]
+    assert [rollout.response_ids.tolist() for rollout in taken] == [[2], [3], [4]]
+    assert all(rollout.finish_reason == "stop" for rollout in taken), "nothing of it is cut"
+    assert engine.cut(engine.submit([Request([1])], TRAINING, {}))[0].finish_reason is None
 
 
 def test_what_is_complete_of_a_cancelled_call() -> None:

@@ -63,6 +63,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(resume_cache, "first_ranks_rollouts", lambda rollouts: rollouts)
     monkeypatch.setattr(resume_cache, "first_ranks", dict)
+    monkeypatch.setattr(training_rollouts, "first_ranks", bool)
     monkeypatch.setattr(training_rollouts, "add_teacher_inputs", lambda inputs, taught_by, rollouts, requests: rollouts)
 
 

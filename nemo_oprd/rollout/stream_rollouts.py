@@ -1,0 +1,165 @@
+"""The rollouts of each step with `rollout.mode=stream`: a step takes what is complete, and the rest goes on.
+
+From the weights after v steps one call of the engine samples everything that is admitted and not complete
+(`stream_rules.py`). A step gathers what it takes; the others are sampled while its gradient is computed, until the call
+is cut before the weights change. What has not ended goes on with the next weights, as a request whose prompt is the
+prompt and the tokens so far. So every token comes from one student, which still has its weights when the token is
+checked, and the spans of a response say which.
+
+What a step takes depends on the clock. A checkpoint holds all places that are not taken, with their tokens so far.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.models.megatron.parallel import first_ranks
+from nemo_oprd.rollout.engine import GenerationCancelled, Request
+from nemo_oprd.rollout.schedule import Portion, stream_settings, training_sampling
+from nemo_oprd.rollout.stream_rules import Place, StreamRules
+from nemo_oprd.rollout.training_rollouts import STREAM_FILE, RolloutSampler
+from nemo_oprd.runtime.files import replacing
+
+
+@dataclass
+class StreamSampler(RolloutSampler):
+    """See `RolloutSampler` and the module's docstring."""
+
+    # by their place, what is admitted and not taken: the tokens so far, None without any; and what is asked for them
+    _pool: dict[Place, Rollout | None] = field(default_factory=dict)
+    _asked: dict[Place, Request] = field(default_factory=dict)
+    _groups: int | None = None  # that were admitted; None: as many as steps were made
+    # what the last step took; the weights do not have it before that step is over
+    _taken: dict[Place, Rollout] = field(default_factory=dict)
+    _taken_by: int = -1
+
+    @cached_property
+    def _rules(self) -> StreamRules:
+        rollout, train = self.config.rollout, self.config.train
+        size = train.prompts_per_step * rollout.per_prompt
+        return StreamRules(rollout.max_lag, rollout.ahead, size, train.steps)
+
+    def settle(self, step: int) -> None:
+        """See `RolloutSampler`: what is under way keeps the tokens so far."""
+        if self._under_way is None:
+            return
+        (portion, ticket), self._under_way = self._under_way, None
+        found = self._engine_of(portion).cut(ticket)
+        self._note(portion, ticket, ticket.submitted)
+        self._take(portion, found)
+
+    def write_ahead(self, done: int, directory: Path) -> None:
+        """Writes what is admitted and not taken after `done` steps, for `read_ahead`; one rank calls this."""
+        pool: dict[Place, Rollout | None] = {**self._pool}
+        if done <= self._taken_by:  # the step that took these was not made
+            pool |= self._taken
+        places = sorted(pool)
+        told = {"settings": stream_settings(self.config), "groups": self._groups, "places": places}
+        directory.joinpath(STREAM_FILE).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(directory / STREAM_FILE) as partial:
+            partial.write_text(json.dumps(told))
+        begun = {i: rollout for i, place in enumerate(places) if (rollout := pool[place]) is not None}
+        params = training_sampling(self.config, done)
+        self.cache.write(_tokens_file(directory), done, begun, params, len(places))
+
+    def read_ahead(self, directory: Path) -> None:
+        """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.
+
+        Raises:
+            ValueError: it was written by a run with other settings of the stream, or its tokens are of other weights
+                than those that are known under the same number, or can't be read.
+        """
+        file, done = directory / STREAM_FILE, self.first_step
+        told: dict[str, Any] | None = first_ranks(json.loads(file.read_text()) if file.exists() else None)
+        if told is None:  # of a run in which every step took its own group
+            return
+        wanted = stream_settings(self.config)
+        if told["settings"] != wanted:
+            raise ValueError(
+                f"{file} says that the run's steps took responses as they were complete, with {told['settings']}, and "
+                f"this run has {wanted}; expected the same settings until the end of the run, because some prompts "
+                "would be left out or taken twice: set them back"
+            )
+        places: list[Place] = [(group, number) for group, number in told["places"]]
+        self._groups = told["groups"]
+        self._admit(places)
+        requests = [self._asked[place] for place in places]
+        params = training_sampling(self.config, done)
+        found = self.cache.take(done, requests, params, _tokens_file(directory))
+        self._pool |= {places[i]: rollout for i, rollout in found.items()}
+
+    def _of_step(self, step: int) -> tuple[list[Request], list[Rollout]]:
+        self._note_weights()
+        groups = self.first_step if self._groups is None else self._groups
+        self._groups = max(groups, self._rules.admitted(step))
+        self._admit([(group, i) for group in range(groups, self._groups) for i in range(self._rules.size)])
+        self._taken = {}  # the step before is over
+        self._ask(step)
+        if self._rules.batch(step, self._pool, self._complete()) is None:
+            self._gather(step)
+        places = self._rules.batch(step, self._pool, self._complete())
+        assert places is not None
+        requests = [self._asked.pop(place) for place in places]
+        self._taken_by, self._taken = step, {place: rollout for place in places if (rollout := self._pool.pop(place))}
+        return requests, [*self._taken.values()]
+
+    def _complete(self) -> set[Place]:
+        return {place for place, rollout in self._pool.items() if rollout is not None and rollout.finish_reason}
+
+    def _admit(self, places: list[Place]) -> None:
+        """Puts places into the pool, without tokens."""
+        of_group = {group: self.schedule.requests(group) for group in sorted({group for group, _ in places})}
+        for group, number in places:
+            self._asked[group, number] = of_group[group][number]
+            self._pool.setdefault((group, number), None)
+
+    def _ask(self, step: int) -> None:
+        """Lets the engine begin with all that is not complete, the oldest first."""
+        complete = self._complete()
+        places = [place for place in sorted(self._pool) if place not in complete]
+        if not places:
+            return
+        requests = [self.schedule.continued(self._asked[place], self._pool[place], *place) for place in places]
+        params = training_sampling(self.config, step)
+        # each request has a key of its own; this one tells the cache what is asked for
+        named = replace(params, key=(*params.key, *(number for place in places for number in place)))
+        self._begin(Portion(step, requests, named, places, weights=step, urgent=False, last=True))
+
+    def _gather(self, step: int) -> None:
+        """Waits until the step has what it takes; raises `Stopped` if the run was asked to stop before."""
+        assert self._under_way is not None, "everything is complete"
+        portion, ticket = self._under_way
+        have = self._complete()
+
+        def enough(indices: Any) -> bool:
+            complete = have | {portion.places[i] for i in indices}
+            return self._rules.batch(step, self._pool, complete) is not None
+
+        try:
+            found = self._engine_of(portion).gather(ticket, enough, self.should_cancel)
+        except GenerationCancelled as cancelled:
+            self._under_way = None
+            self._take(portion, cancelled.completed)  # for the checkpoint that is written now
+            self._stop(portion, cancelled.completed, step)
+        self._take(portion, found)
+
+    def _came(self, portion: Portion, rollouts: list[Rollout]) -> None:
+        """Takes all responses of a portion, which the cache had."""
+        self._take(portion, dict(enumerate(rollouts)))
+
+    def _take(self, portion: Portion, found: dict[int, Rollout]) -> None:
+        """Takes responses, or their next tokens, by the index of their request."""
+        for i, rollout in found.items():
+            place = portion.places[i]
+            self._pool[place] = self.schedule.grown(self._pool[place], rollout)
+        if found:
+            self._unchecked.append([found[i] for i in sorted(found)])
+
+
+def _tokens_file(directory: Path) -> Path:
+    return directory / STREAM_FILE.with_suffix(".safetensors")
