@@ -4,6 +4,7 @@
     python -m benchmarks.sigkill --experts 4         models with experts, which both roles split over the two ranks
     python -m benchmarks.sigkill --lag 2             responses of two later steps are sampled already
     python -m benchmarks.sigkill --lag 2 --mode segments     responses go on over three updates
+    python -m benchmarks.sigkill --lag 4 --engine sleeping   steps take what is complete: sigkill_stream.py
     python -m benchmarks.sigkill --engine vllm       kills processes of the vLLM server instead: sigkill_vllm.py
 
 All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
@@ -70,7 +71,7 @@ PHASES = (
     Phase("half a log line", "nemo_oprd.observability.metrics_log:MetricsLog.write", "inside"),
     Phase("evaluation", "nemo_oprd.evaluation.evaluator:Evaluator.evaluate"),
     Phase("save", "nemo_oprd.checkpointing.checkpointer:save_checkpoint"),
-    Phase("save: rollouts ahead", "nemo_oprd.rollout.training_rollouts:RolloutSampler.write_ahead", "after"),
+    Phase("save: rollouts ahead", "nemo_oprd.rollout.resume_cache:ResumeCache.write", "after"),
     Phase("save: shards written", "nemo_oprd.checkpointing.training_state:commit_checkpoint", "before"),
     Phase("save: renamed", "nemo_oprd.checkpointing.directory:write_atomically", "before", only="latest_checkpointed"),
     Phase("save: tracker written", "nemo_oprd.checkpointing.training_state:prune", "before"),
@@ -116,16 +117,24 @@ class Bench:
     Args:
         overrides: added to the configuration of both runs.
         experts: of each layer of the models, 0 for models without experts.
+        phases: in which the run may be killed.
     """
 
-    def __init__(self, directory: Path, steps: int = 16, overrides: tuple[str, ...] = (), experts: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        steps: int = 16,
+        overrides: tuple[str, ...] = (),
+        experts: int = 0,
+        phases: tuple[Phase, ...] = PHASES,
+    ) -> None:
         from nemo_oprd.commands.toy.pair import make_tiny_pair
 
         self.directory, self.steps, toy = directory, steps, directory / "toy"
         make_tiny_pair(toy, steps=10, experts=experts, log=lambda _: None)
         self.overrides = [*toy_overrides(toy, steps), *overrides]
-        self.log = directory / "log.txt"
-        import_everything(phase.call for phase in PHASES)
+        self.log, self.phases = directory / "log.txt", phases
+        import_everything(phase.call for phase in phases)
 
     def whole(self) -> dict[str, float]:
         """Runs without interruption; returns the median duration of each phase in seconds."""
@@ -137,7 +146,7 @@ class Bench:
 
     def start(self, output: str, target: Target | None = None) -> Attempt:
         """Starts the run, which will be killed at `target`."""
-        return Attempt(["output=" + str(self.directory / output), *self.overrides], self.log, target)
+        return Attempt(["output=" + str(self.directory / output), *self.overrides], self.log, target, self.phases)
 
     def kill_and_finish(self, phases: list[Phase], durations: dict[str, float], draw: random.Random) -> Result:
         """Kills the run in each of `phases` in turn, then lets it end.
@@ -185,9 +194,11 @@ class Bench:
 class Attempt(ForkedRun):
     """One start of the run, which is to be killed at `target`; the first rank reports its phases."""
 
-    def __init__(self, overrides: list[str], log: Path, target: Target | None) -> None:
+    def __init__(
+        self, overrides: list[str], log: Path, target: Target | None, phases: tuple[Phase, ...] = PHASES
+    ) -> None:
         self.durations: dict[str, list[float]] = {}
-        super().__init__(overrides, log, lambda pipe: Probe(pipe, target).install())
+        super().__init__(overrides, log, lambda pipe: Probe(pipe, target).install(phases))
 
     def wait_for_target(self) -> int:
         """Blocks until the target is reached; returns the step. Raises RuntimeError if the run ends earlier."""
@@ -214,9 +225,9 @@ class Probe:
     def __init__(self, pipe: int, target: Target | None) -> None:
         self.pipe, self.target, self.step, self.said = pipe, target, 0, False
 
-    def install(self) -> None:
+    def install(self, phases: tuple[Phase, ...]) -> None:
         """Wraps the calls of all phases, and the call from which the step is known."""
-        for phase in PHASES:
+        for phase in phases:
             owner, name = find_call(phase.call)
             setattr(owner, name, self._watched(phase, getattr(owner, name)))
         owner, name = find_call("nemo_oprd.rollout.training_rollouts:RolloutSampler.rollouts")
@@ -266,10 +277,10 @@ class Probe:
         os.write(self.pipe, f"{line}\n".encode())
 
 
-def choose(kills: int, draw: random.Random) -> list[Phase]:
+def choose(kills: int, draw: random.Random, phases: tuple[Phase, ...] = PHASES) -> list[Phase]:
     """Every phase at least once, if there are enough kills; in random order, with the run's end last."""
-    steps = [phase for phase in PHASES if phase.once != "end"]
-    ends = [phase for phase in PHASES if phase.once == "end"]
+    steps = [phase for phase in phases if phase.once != "end"]
+    ends = [phase for phase in phases if phase.once == "end"]
     chosen = draw.sample(steps, len(steps)) + [draw.choice(steps) for _ in range(kills)]
     chosen = chosen[: max(0, kills - len(ends))]
     draw.shuffle(chosen)
@@ -289,15 +300,14 @@ def table(result: Result) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Kill a toy run with SIGKILL and compare it with an uninterrupted one")
-    parser.add_argument("--engine", choices=("megatron", "vllm"), default="megatron")
+    parser.add_argument("--engine", choices=("megatron", "vllm", "sleeping"), default="megatron")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
     parser.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer, with --engine megatron")
-    parser.add_argument("--lag", type=int, default=0, metavar="N", help="rollout.max_lag, with --engine megatron")
-    parser.add_argument(
-        "--mode", choices=("exact", "segments"), default="exact", help="rollout.mode, with --engine megatron"
-    )
+    parser.add_argument("--lag", type=int, default=0, metavar="N", help="rollout.max_lag, but with --engine vllm")
+    modes = ("exact", "segments", "stream")
+    parser.add_argument("--mode", choices=modes, default="exact", help="rollout.mode, with --engine megatron")
     vllm = parser.add_argument_group("with --engine vllm")
     vllm.add_argument("--repeat", choices=("step", "responses"), default="step", help="rollout.vllm.repeat")
     vllm.add_argument(
@@ -312,7 +322,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.engine == "megatron":
         overrides = ahead(options.lag, options.mode)
-        kill_trainers(options.kills, options.seed, options.steps or 16, options.experts, overrides)
+        # in mode stream a step keeps its responses in a checkpoint alone
+        phases = tuple(phase for phase in PHASES if options.mode != "stream" or phase.name != "rollouts kept")
+        kill_trainers(options.kills, options.seed, options.steps or 16, options.experts, overrides, phases)
+        return
+    if options.engine == "sleeping":
+        from benchmarks.sigkill_stream import kill_streams
+
+        kill_streams(options.kills, options.seed, options.steps or 16, options.lag or 4)
         return
     from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark
 
@@ -331,7 +348,9 @@ def ahead(lag: int, mode: str) -> tuple[str, ...]:
     return (f"rollout.max_lag={lag}", f"rollout.mode={mode}", *segments)
 
 
-def kill_trainers(kills: int, seed: int, steps: int, experts: int, more: tuple[str, ...]) -> None:
+def kill_trainers(
+    kills: int, seed: int, steps: int, experts: int, more: tuple[str, ...], phases: tuple[Phase, ...]
+) -> None:
     """Kills all ranks of a run that samples itself; ends the process with a message if the run differs.
 
     `more`: overrides of the run.
@@ -339,9 +358,9 @@ def kill_trainers(kills: int, seed: int, steps: int, experts: int, more: tuple[s
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         overrides = (*(_SPLIT_BY_EXPERTS if experts else ()), *more)
-        bench = Bench(Path(directory), steps, overrides, experts)
+        bench = Bench(Path(directory), steps, overrides, experts, phases)
         durations = bench.whole()
-        result = bench.kill_and_finish(choose(kills, draw), durations, draw)
+        result = bench.kill_and_finish(choose(kills, draw, phases), durations, draw)
         print(table(result))
         differences = bench.differences()
         lines = len(metrics(bench.directory / "whole"))

@@ -14,12 +14,13 @@ from nemo_oprd.rollout.vllm.server import WORKER_FOLDER
 STAND_IN = Path(__file__).parents[1] / "tests" / "functional" / "vllm_stand_in.py"
 
 
-def interpreter(root: Path, token_s: float, lengths: list[int]) -> Path:
+def interpreter(root: Path, token_s: float, lengths: list[int] | dict[str, list[int]]) -> Path:
     """What `rollout.vllm.python` can name: its servers take `token_s` seconds per token, whatever else they sample.
 
     Args:
         root: a directory that is made; `requests.jsonl` in it will have all calls.
-        lengths: a response has one of them, drawn by its prompt and its seed.
+        lengths: a response has one of them, drawn by its prompt and its seed; {"whole": [...]}: by its prompt, one of
+            these numbers of tokens of prompt and response, also if it is sampled in parts.
     """
     package = root / "path" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)

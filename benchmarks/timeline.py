@@ -1,6 +1,6 @@
 """How long a step is with sampling ahead of the update: a model's prediction against runs with servers that sleep.
 
-    python -m benchmarks.timeline [--shares 98 90 70 50] [--lags 1 2] [--steps 6] [--json FILE]
+    python -m benchmarks.timeline [--shares 98 90 70 50] [--runs exact,1 segments,3 stream,4] [--steps 10] [--json FILE]
 
 A run trains the tiny pair of `nemo-oprd toy` on one rank. Two servers sleep for each token (`sleeping_servers.py`), and
 the teacher sleeps before it answers, so that sampling has the given share of a synchronous step, and neither is limited
@@ -20,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,12 +37,60 @@ from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
 # tokens of a response: a few are much longer than the others
 LENGTHS = [4, 6, 6, 8, 8, 10, 12, 14, 20, 32]
 SERVERS, SLOTS, RESPONSES = 2, 4, 16
+# tokens of each prompt of the tiny pair
+PROMPT = 10
 # seconds of a synchronous step; long where little of it is left for the rest
 STEP_S = {98: 16.0, 95: 10.0, 90: 8.0, 70: 6.0, 50: 6.0}
 HEAD = (
-    "| sampling | lag | step | predicted | error | of synchronous | predicted | whole run | hidden | predicted |\n"
+    "| sampling | mode, lag | step | predicted | error | of synchronous | predicted | whole run "
+    "| hidden | predicted |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How far a run samples ahead: `rollout.mode` and `rollout.max_lag`."""
+
+    mode: str = "exact"
+    lag: int = 0
+
+    @staticmethod
+    def parse(text: str) -> Kind:
+        """Of `MODE,LAG`."""
+        mode, _, lag = text.partition(",")
+        if mode not in ("exact", "segments", "stream") or not lag.isdigit():
+            raise argparse.ArgumentTypeError(f"{text}: expected exact, segments or stream, a comma and a lag")
+        return Kind(mode, int(lag))
+
+    @property
+    def name(self) -> str:
+        """For tables; as `parse` takes it."""
+        return f"{self.mode}, {self.lag}" if self.lag else "synchronous"
+
+    @property
+    def ahead(self) -> int:
+        """See `RolloutConfig.ahead`."""
+        return self.lag // 2 if self.mode == "stream" else self.lag
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of the configuration; in segments, the longest responses take all students that the lag allows."""
+        segments = self.segment_tokens
+        more = [] if segments is None else [f"rollout.segment_tokens={segments}"]
+        return [f"rollout.max_lag={self.lag}", f"rollout.mode={self.mode}", *more]
+
+    @property
+    def segment_tokens(self) -> int | None:
+        """`rollout.segment_tokens`."""
+        return -(-max(LENGTHS) // (self.lag + 1)) if self.mode == "segments" else None
+
+    def schedule(self, steps: int) -> Schedule:
+        """As the model takes it."""
+        return Schedule(steps, self.lag, self.segment_tokens, streams=self.mode == "stream")
+
+
+SYNCHRONOUS = Kind()
 
 
 class Bench:
@@ -50,7 +100,7 @@ class Bench:
         self.root, self.steps = root, steps
         make_tiny_pair(root / "toy", log=lambda line: None)
 
-    def run(self, name: str, lag: int, token_s: float, teacher_s: float) -> Path:
+    def run(self, name: str, kind: Kind, token_s: float, teacher_s: float) -> Path:
         """Trains; returns the run directory."""
         from nemo_oprd.config.loading import load_config
         from nemo_oprd.distillation.distiller import Distiller
@@ -58,7 +108,7 @@ class Bench:
         from nemo_oprd.train import train
 
         python, toy, output = (
-            interpreter(self.root / f"{name}_servers", token_s, LENGTHS),
+            interpreter(self.root / f"{name}_servers", token_s, {"whole": [PROMPT + tokens for tokens in LENGTHS]}),
             self.root / "toy",
             self.root / name,
         )
@@ -69,8 +119,8 @@ class Bench:
             *("evaluation.teacher=false", "logging.tensorboard=false", "train.export_hf=false", "train.save_every=0"),
             *(f"train.steps={self.steps}", f"train.prompts_per_step={RESPONSES}", "rollout.save=true"),
             *("rollout.engine=vllm", f"rollout.vllm.python={python}", f"rollout.vllm.replicas={SERVERS}"),
-            *(f"rollout.max_batch={SLOTS}", f"rollout.max_lag={lag}", "rollout.vllm.check_tokens=0"),
-            f"output={output}",
+            *(f"rollout.max_batch={SLOTS}", *kind.overrides, "rollout.vllm.check_tokens=0"),
+            *(f"rollout.max_new_tokens={max(LENGTHS)}", f"output={output}"),
         ]
         targets = Distiller.targets
 
@@ -126,21 +176,26 @@ def settle(share: int, overhead: float, mean_span: float) -> tuple[float, float]
     return share / 100 * step / mean_span, max(0.0, (1 - share / 100) * step - overhead)
 
 
-def row_of(run: Path, share: int, lag: int, predicted: list[Interval], first: dict[str, Any] | None) -> dict[str, Any]:
+def row_of(
+    run: Path, share: int, kind: Kind, predicted: list[Interval], first: dict[str, Any] | None
+) -> dict[str, Any]:
     """The numbers of one run. `first`: those of the synchronous run; None for itself.
 
-    A step is compared with the synchronous one that samples the same batch, without the first and the last steps.
+    The first step and the last ones, ahead of which nothing is sampled, are left out. In mode exact a step is compared
+    with the synchronous one that samples the same batch, in the others with all but the first one.
     """
     found = read_timeline(run)
     measured, expected = seconds_per_step(found), seconds_per_step(predicted)
-    middle, same = slice(1, len(measured) - lag), slice(1 + lag, len(measured))
+    middle = slice(1, len(measured) - kind.ahead)
+    same = slice(1 + kind.lag if kind.mode == "exact" else 1, len(measured))
     base = measured if first is None else first["step_seconds"]
     base_expected = expected if first is None else first["predicted_step_seconds"]
     step, model = statistics.fmean(measured[middle]), statistics.fmean(expected[middle])
     sampling = [each.ended - each.began for each in found if each.phase == SAMPLING and each.batch > 1]
     return {
         "share": share,
-        "lag": lag,
+        "mode": kind.mode,
+        "lag": kind.lag,
         "step_s": step,
         "predicted_s": model,
         "error": model / step - 1,
@@ -164,12 +219,12 @@ def line(row: dict[str, Any]) -> str:
         f"{row[key]:.2f}" for key in ("of_synchronous", "predicted_of_synchronous", "run_of_synchronous")
     )
     hidden = f"{100 * row['hidden']:.0f} % | {100 * row['predicted_hidden']:.0f} %"
-    return f"| {row['share']} % | {row['lag']} | {step} | {ratios} | {hidden} |"
+    return f"| {row['share']} % | {Kind(row['mode'], row['lag']).name} | {step} | {ratios} | {hidden} |"
 
 
-def measure(bench: Bench, shares: Sequence[int], lags: Sequence[int]) -> list[dict[str, Any]]:
+def measure(bench: Bench, shares: Sequence[int], kinds: Sequence[Kind]) -> list[dict[str, Any]]:
     """The rows of all runs; prints each."""
-    pilot = bench.run("pilot", 0, 0.0, 0.0)
+    pilot = bench.run("pilot", SYNCHRONOUS, 0.0, 0.0)
     lengths = lengths_of(pilot, bench.steps)
     counting = Servers(SERVERS, SLOTS, 1.0)
     span = statistics.fmean(max(finish_times([(tokens, 0) for tokens in batch], counting)) for batch in lengths)
@@ -178,19 +233,27 @@ def measure(bench: Bench, shares: Sequence[int], lags: Sequence[int]) -> list[di
     rows = []
     for share in shares:
         token_s, teacher_s = settle(share, overhead, span)
-        runs = {lag: bench.run(f"share_{share}_lag_{lag}", lag, token_s, teacher_s) for lag in (0, *lags)}
+        runs = {
+            kind: bench.run(f"share_{share}_{kind.mode}_{kind.lag}", kind, token_s, teacher_s)
+            for kind in (SYNCHRONOUS, *kinds)
+        }
         rows += rows_of(runs, share, lengths, token_s)
         print(*map(line, rows[-len(runs) :]), sep="\n", flush=True)
     return rows
 
 
-def rows_of(runs: dict[int, Path], share: int, lengths: list[list[int]], token_s: float) -> list[dict[str, Any]]:
-    """The rows of the runs with one share of sampling, by their lag; the first one is synchronous."""
-    servers, work, rows = Servers(SERVERS, SLOTS, token_s), work_of(read_timeline(runs[0])), list[dict[str, Any]]()
-    for lag, run in runs.items():
-        assert lengths_of(run, len(lengths)) == lengths, "the lengths do not depend on the weights"
-        predicted = predict(lengths, work, servers, Schedule(len(lengths), lag))
-        row = row_of(run, share, lag, predicted, rows[0] if rows else None)
+def rows_of(runs: dict[Kind, Path], share: int, lengths: list[list[int]], token_s: float) -> list[dict[str, Any]]:
+    """The rows of the runs with one share of sampling, by their kind; the first one is synchronous."""
+    servers, rows = Servers(SERVERS, SLOTS, token_s), list[dict[str, Any]]()
+    work = work_of(read_timeline(runs[SYNCHRONOUS]))
+    for kind, run in runs.items():
+        found = lengths_of(run, len(lengths))
+        if kind.mode == "stream":  # whose steps take other responses
+            assert sorted(chain(*found)) == sorted(chain(*lengths))
+        else:
+            assert found == lengths, "the lengths do not depend on the weights"
+        predicted = predict(lengths, work, servers, kind.schedule(len(lengths)))
+        row = row_of(run, share, kind, predicted, rows[0] if rows else None)
         rows.append(row | {"token_s": token_s, "work": vars(work)})
     return rows
 
@@ -210,18 +273,20 @@ def main() -> None:
     parser.add_argument(
         "--shares", nargs="*", type=int, choices=[*STEP_S], default=[98, 90, 70, 50], help="of sampling, in percent"
     )
-    parser.add_argument("--lags", nargs="+", type=int, default=[1, 2], help="rollout.max_lag")
-    parser.add_argument("--steps", type=int, default=6, help="of each run")
+    kinds = [Kind("exact", 1), Kind("segments", 3), Kind("stream", 4)]
+    parser.add_argument("--runs", nargs="+", type=Kind.parse, default=kinds, metavar="MODE,LAG", help="beside lag 0")
+    parser.add_argument("--steps", type=int, default=10, help="of each run")
     parser.add_argument("--directory", type=Path, help="keep the runs there")
     parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
-    if options.steps < 4 + max(options.lags):
-        parser.error(f"--steps {options.steps}: expected at least {4 + max(options.lags)} with this lag")
+    least = 4 + max(kind.lag for kind in options.runs)
+    if options.steps < least:
+        parser.error(f"--steps {options.steps}: expected at least {least} with this lag")
     found: dict[str, Any] = {"measured": []}
     with tempfile.TemporaryDirectory() as folder:
         if options.shares:
             bench = Bench(options.directory or Path(folder), options.steps)
-            found["measured"] = measure(bench, options.shares, options.lags)
+            found["measured"] = measure(bench, options.shares, options.runs)
     found["equal_gpus"] = compare()
     print("\n" + GPU_HEAD, *map(gpu_line, found["equal_gpus"]), sep="\n")
     if options.json:

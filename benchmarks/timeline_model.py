@@ -4,7 +4,8 @@ The schedule is that of `nemo_oprd/train.py` and `RolloutSampler`. With `rollout
 sample batch k + N while the gradient of step k is computed, and the optimizer waits for both; at the start the weights
 before the first step sample batches 0 to N. With segments, segment j of batch k comes from the weights after
 max(0, k - N + j) steps: weights sample parts of N + 1 batches. Step k waits for what batch k lacks, which is sampled
-first and alone; the other parts are sampled during the gradient.
+first and alone; the other parts are sampled during the gradient. With mode stream all that is admitted is asked for
+after a push, the step waits for what it takes, and what is under way is cut when the gradient is there.
 
 Left out: what a step computes twice because something died, and the time in which ranks tell each other things.
 """
@@ -12,10 +13,12 @@ Left out: what a step computes twice because something died, and the time in whi
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from nemo_oprd.observability.timeline import SAMPLING, WAITING, Interval
+from nemo_oprd.rollout.stream_rules import Place, StreamRules
 
 # (tokens to sample, tokens before them that are computed first)
 Job = tuple[int, int]
@@ -66,11 +69,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`train.steps`, `rollout.max_lag`, and `rollout.segment_tokens` of mode `segments` (None: mode `exact`)."""
+    """`train.steps`, `rollout.max_lag`, and `rollout.segment_tokens` of mode `segments` (None: mode `exact`).
+
+    `streams`: mode `stream`.
+    """
 
     steps: int
     lag: int = 0
     segment_tokens: int | None = None
+    streams: bool = False
 
 
 @dataclass
@@ -95,33 +102,55 @@ class _Server:
         return servers.token_s + servers.live_s * len(self.live)
 
 
+class _Pool:
+    """Servers with jobs that are all asked for at once and begun in their order; the first seconds of their work."""
+
+    def __init__(self, jobs: Sequence[Job], servers: Servers, until: float = math.inf) -> None:
+        self.jobs, self._servers = jobs, servers
+        self.finished = [math.inf] * len(jobs)  # seconds after which a job is complete
+        self._waiting, self._pool = list(enumerate(jobs))[::-1], [_Server() for _ in range(servers.count)]
+        self._fill(self._pool)
+        while any(server.live for server in self._pool):
+            server = min(self._pool, key=lambda each: each.ends(servers))
+            if server.ends(servers) > until:
+                break
+            server.advance(server.ends(servers), servers)
+            while server.live and server.live[0][0] <= server.progress + 1e-9:
+                self.finished[heapq.heappop(server.live)[1]] = server.now
+            self._fill([server])
+        for server in self._pool if until < math.inf else ():
+            server.advance(until, servers)
+
+    def tokens(self) -> list[int]:
+        """What each job has sampled."""
+        found = [job[0] if end < math.inf else 0 for job, end in zip(self.jobs, self.finished, strict=True)]
+        for server in self._pool:
+            for end, index in server.live:
+                left = max(0, math.ceil(end - server.progress - 1e-9))
+                found[index] = max(0, self.jobs[index][0] - left)
+        return found
+
+    def _fill(self, among: list[_Server]) -> None:
+        """One job for each server in turn, as far as there is room."""
+        servers = self._servers
+        open_ = [server for server in among if servers.continuous or not server.live]
+        while self._waiting and (open_ := [server for server in open_ if len(server.live) < servers.slots]):
+            for server in open_:
+                if self._waiting:
+                    index, (tokens, known) = self._waiting.pop()
+                    # what is known is paid like tokens, at the pace of a server with one response
+                    cost = tokens + known * servers.known_s / servers.token_s
+                    heapq.heappush(server.live, (server.progress + cost, index))
+
+
 def finish_times(jobs: Sequence[Job], servers: Servers) -> list[float]:
     """Seconds after which each job is complete, if all are asked for at once and begun in their order."""
-    found, waiting = [0.0] * len(jobs), list(enumerate(jobs))[::-1]
-    pool = [_Server() for _ in range(servers.count)]
+    return _Pool(jobs, servers).finished
 
-    def fill(server: _Server) -> None:
-        index, (tokens, known) = waiting.pop()
-        # what is known is paid like tokens, at the pace of a server with one response
-        cost = tokens + known * servers.known_s / servers.token_s
-        heapq.heappush(server.live, (server.progress + cost, index))
 
-    def fill_free(among: list[_Server]) -> None:
-        """One response for each server in turn, as far as there is room."""
-        open_ = [server for server in among if servers.continuous or not server.live]
-        while waiting and (open_ := [server for server in open_ if len(server.live) < servers.slots]):
-            for server in open_:
-                if waiting:
-                    fill(server)
-
-    fill_free(pool)
-    while any(server.live for server in pool):
-        server = min(pool, key=lambda each: each.ends(servers))
-        server.advance(server.ends(servers), servers)
-        while server.live and server.live[0][0] <= server.progress + 1e-9:
-            found[heapq.heappop(server.live)[1]] = server.now
-        fill_free([server])
-    return found
+def tokens_after(jobs: Sequence[Job], servers: Servers, seconds: float) -> list[int]:
+    """The tokens of each job that are sampled after so many seconds."""
+    return _Pool(jobs, servers, seconds).tokens()
 
 
 def predict(
@@ -156,6 +185,9 @@ class _Run:
         self._lengths, self._work, self._servers, self._schedule = lengths, work, servers, schedule
         self._prompt, self._now, self._step = prompt, 0.0, 0
         self._found: list[Interval] = []
+        self._pool: dict[Place, int] = {}  # with mode stream: the tokens of what no step has taken yet
+        self._rules = StreamRules(schedule.lag, schedule.lag // 2, len(lengths[0]), schedule.steps)
+        self._under_way: tuple[float, list[Place], list[Job]] = 0.0, [], []
         size, longest = schedule.segment_tokens, max(max(batch) for batch in lengths)
         if size is not None and -(-longest // size) - 1 > schedule.lag:
             raise ValueError(f"{longest} tokens in segments of {size}: expected a lag of {-(-longest // size) - 1}")
@@ -170,6 +202,7 @@ class _Run:
             self._spend("gradient", work.gradient)
             if self._schedule.lag:
                 self._wait(all_there)
+                self._cut()
                 self._spend("check", work.check)
             self._spend("optimizer", work.optimizer)
             self._spend("sync", work.push)
@@ -188,6 +221,8 @@ class _Run:
 
     def _sample(self, step: int) -> tuple[float, float]:
         """Samples with the weights after `step` steps; when the step's own responses are there, and when all are."""
+        if self._schedule.streams:
+            return self._sample_stream(step), 0.0
         if self._schedule.segment_tokens is not None:
             return self._sample_segments(step, self._schedule.segment_tokens)
         lag, last = self._schedule.lag, self._schedule.steps - 1
@@ -221,3 +256,38 @@ class _Run:
             ends = max(time for time, own in zip(times, of, strict=True) if own == batch)
             self._found.append(Interval(self._step, SAMPLING, now, now + ends, batch + 1))
         return now + max(times, default=0.0)
+
+    def _sample_stream(self, step: int) -> float:
+        """Asks for all that is admitted and not complete; when the step has what it takes, which leaves the pool."""
+        for group in range(self._rules.admitted(step - 1) if step else 0, self._rules.admitted(step)):
+            self._pool |= {(group, i): 0 for i in range(self._rules.size)}
+        complete = {place for place, have in self._pool.items() if have == self._length(place)}
+        # those with the most tokens first, as the queue of requests
+        places = sorted(self._pool.keys() - complete, key=lambda place: (-self._pool[place], place))
+        jobs = [(self._length(place) - self._pool[place], self._prompt + self._pool[place]) for place in places]
+        self._under_way = self._now, places, jobs
+        ends = sorted(zip(finish_times(jobs, self._servers), places, strict=True))
+        needed, taken = 0.0, self._rules.batch(step, self._pool, complete)
+        while taken is None:
+            needed, place = ends.pop(0)
+            complete.add(place)
+            taken = self._rules.batch(step, self._pool, complete)
+        for place in taken:
+            del self._pool[place]
+        return self._now + needed
+
+    def _cut(self) -> None:
+        """With mode stream, ends what is under way: the weights change."""
+        began, places, jobs = self._under_way
+        self._under_way = 0.0, [], []
+        if not jobs:
+            return
+        tokens = tokens_after(jobs, self._servers, self._now - began)
+        last = max(time for time in (*finish_times(jobs, self._servers), 0.0))
+        self._found.append(Interval(self._step, SAMPLING, began, min(self._now, began + last), self._step))
+        for place, more in zip(places, tokens, strict=True):
+            if place in self._pool:
+                self._pool[place] += more
+
+    def _length(self, place: Place) -> int:
+        return self._lengths[place[0]][place[1]]

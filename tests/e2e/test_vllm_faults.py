@@ -249,6 +249,29 @@ def test_responses_that_go_on_after_an_update(site: Site) -> None:
     assert "rollout/logprob_gap_max" in json.loads(measured.splitlines()[1])
 
 
+def test_responses_that_a_cut_interrupts(site: Site) -> None:
+    """The check compares every part with its student; a server that keeps the keys of the old one is found."""
+    more = ("rollout.mode=stream", "rollout.max_lag=4", "rollout.max_new_tokens=60", "rollout.max_batch=3")
+    more += ("train.steps=6", "rollout.save=true")
+    line = site.at_endpoint("stale_prefix_cache", more=more)
+    assert "the engine does not sample from the student: rollout/logprob_gap_mean is" in line
+    code, said = site.run("none", *site.at(site.endpoint), *more)
+    assert code == 0, said[-3000:]
+    run = max(site.directory.glob("run_none_*"))
+    rollouts = [
+        [json.loads(line) for line in (run / "rollouts" / f"step_{step:07d}.jsonl").read_text().splitlines()]
+        for step in range(1, 7)
+    ]
+    prompts = [rollout["prompt_ids"] for step in rollouts for rollout in step]
+    assert len(prompts) == 24 and all(prompts.count(prompt) == 6 for prompt in prompts)
+    assert max(len(rollout["weight_versions"]) for step in rollouts for rollout in step) > 1
+    for number, step in enumerate(rollouts):
+        for rollout in step:
+            assert len(rollout["logprobs"]) == len(rollout["response_ids"])
+            assert all(number - 4 <= span["version"] <= number for span in rollout["weight_versions"])
+            assert rollout["finish_reason"] in ("stop", "length")
+
+
 def test_a_stale_tied_head_is_found_by_its_log_probabilities(site: Site) -> None:
     """In a server of the run's own, whose worker leaves the packed head as it was."""
     before, tied = vllm_environment.shared_memory(), site.directory / "tied"

@@ -217,8 +217,9 @@ OVER_TWO = ("rollout.max_lag=2", *SEGMENTS)
         ({"spans": {"kind": "older"}}, OVER_TWO),
         ({"stale": {"from": 2}}, OVER_TWO),
         ({"stale": {"from": 2}}, ("rollout.max_lag=1",)),
+        ({"stale": {"from": 2}}, ("rollout.max_lag=4", "rollout.mode=stream")),
     ],
-    ids=["swapped spans", "older version", "one stale server of two", "one stale server of two, exact"],
+    ids=["swapped spans", "older version", "one stale server of two", "of two, exact", "of two, stream"],
 )
 def test_a_server_that_samples_from_other_weights_ends_the_run(
     pools: Pools, settings: list[str], tmp_path: Path, faults: dict[str, Any], mode: tuple[str, ...]

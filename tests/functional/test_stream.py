@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_runs import metrics
 from lag_cases import GENERATE, requests
 from pool import Pools
 from vllm_engine_cases import make_bench
 from vllm_stand_in import sample, whole_length
 
 from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.observability.timeline import read_timeline
 
 STEPS, BATCH, LAG, PER_PROMPT = 8, 4, 4, 2
 # of prompt and response: some take ten times as long as the others, and longer than a step
@@ -82,14 +84,22 @@ def sampled(line: dict[str, Any], digest: str, known: int) -> list[int]:
     return sample(digest, *asked, known, line["stop_token_ids"], {"whole": WHOLE})["ids"]
 
 
-def test_steps_take_each_response_once(pools: Pools, settings: list[str], tmp_path: Path) -> None:
-    """And long ones, which go on over updates, in time; the servers sample while gradients are computed."""
-    bench = make_bench(tmp_path / "bench", lengths={"whole": WHOLE}, token_s=TOKEN_S)
+@pytest.mark.parametrize("faults", [{}, {"die": {"call": GENERATE, "at": 20}}], ids=["whole", "a server dies"])
+def test_steps_take_each_response_once(
+    pools: Pools, settings: list[str], tmp_path: Path, faults: dict[str, Any]
+) -> None:
+    """And long ones, which go on over updates, in time; a server that dies loses the tokens that it has not sent."""
+    bench = make_bench(tmp_path / "bench", lengths={"whole": WHOLE}, token_s=TOKEN_S, **faults)
     run = tmp_path / "run"
     overrides = [*settings, f"rollout.vllm.python={bench / 'python'}", f"output={run}"]
     pools[2].run("lag_cases:train", overrides=overrides)
-    calls = requests(bench)
-    assert check_stream(run, calls, known_ids(settings)) > 0
+    assert check_stream(run, requests(bench), known_ids(settings)) > 0
+    measured = metrics(run)
+    assert max(line["rollout/lag_max"] for line in measured) <= LAG
+    assert measured[-1]["rollout/server_deaths"] == len(faults)
+    during = [each for each in read_timeline(run) if each.phase in ("teacher", "gradient")]
+    samplings = [each for each in read_timeline(run) if each.phase == "sampling"]
+    assert any(each.began < work.began < each.ended for each in samplings for work in during)
 
 
 def known_ids(settings: list[str]) -> int:

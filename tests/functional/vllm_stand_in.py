@@ -83,13 +83,15 @@ def sample(
     """
     draw = random.Random(f"{digest} {seed} {prompt}")
     if isinstance(lengths, dict):
-        length = min(most, max(1, whole_length(prompt, lengths["whole"]) - len(prompt)))
+        ends = max(1, whole_length(prompt, lengths["whole"]) - len(prompt))
+        length = min(most, ends)
     elif isinstance(lengths, str) or not lengths:
         length = length_of(prompt, most, slice(None) if lengths else slice(-1, None))
     else:
         length = min(most, random.Random(f"{seed} {prompt}").choice(lengths))
     ids = [draw.choice([i for i in range(known) if i not in stop]) for _ in range(length)]
-    stopped = length < most and bool(stop)
+    # a whole length may be that of the last part
+    stopped = (length < most or (isinstance(lengths, dict) and ends <= most)) and bool(stop)
     if stopped:
         ids[-1] = stop[0]
     return {"ids": ids, "logprobs": [-draw.random() for _ in ids], "stopped": stopped}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, predict, seconds_per_step
+from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, predict, seconds_per_step, tokens_after
 from nemo_oprd.observability.timeline import Interval, hidden_share
 
 ONE = Servers(count=1, slots=8, token_s=1.0)
@@ -27,6 +27,17 @@ def test_slots_and_waves() -> None:
     assert finish_times(jobs, Servers(3, 1, 2.0)) == [6, 10, 8]
     assert finish_times(jobs, ONE) == [3, 5, 4]
     assert finish_times([], ONE) == []
+
+
+def test_what_is_sampled_until_a_cut() -> None:
+    """The third job begins when a slot is free; what is known comes before the tokens."""
+    jobs, two = [(3, 0), (5, 0), (4, 0)], Servers(1, 2, 1.0)
+    assert [tokens_after(jobs, two, seconds) for seconds in (0, 2, 3, 4.5, 7, 9)] == [
+        [0, 0, 0], [2, 2, 0], [3, 3, 0], [3, 4, 1], [3, 5, 4], [3, 5, 4]
+    ]  # fmt: skip
+    known = Servers(1, 2, token_s=1.0, known_s=0.1)
+    assert [tokens_after([(2, 10)], known, seconds) for seconds in (0.5, 1.5, 2.5, 3)] == [[0], [0], [1], [2]]
+    assert tokens_after([], ONE, 1.0) == []
 
 
 def test_servers_are_slower_with_more_responses() -> None:
@@ -98,6 +109,28 @@ def test_segments_with_a_spare_lag_wait_for_nothing() -> None:
     assert seconds_per_step(found)[1:] == [9] * 5
     long = predict([[20]] * 6, WORK, ONE, Schedule(6, lag=2, segment_tokens=10))
     assert seconds_per_step(long)[1:] == [13, 13, 13, 13, 9]  # 10 + 1 + 2, until batch 6 is complete
+
+
+def test_a_stream() -> None:
+    """Lag 2, so one batch ahead: the response of 20 tokens has 11 at the first cut, and is taken by step 3 of 4."""
+    found = predict([[5], [20], [5], [5]], WORK, ONE, Schedule(4, lag=2, streams=True))
+    assert [(e.step, e.began, e.ended) for e in found if e.phase == "sampling"] == [
+        (1, 2, 13),
+        (2, 16, 25),
+        (3, 30, 35),
+    ]
+    assert spans(found, "generate") == [(1, "generate", 2, 7), (2, "generate", 16, 21)]
+    assert [e.began for e in found if e.phase == "gradient"] == [7, 21, 30, 39]
+    assert seconds_per_step(found) == [14, 14, 9, 9]
+
+
+def test_a_stream_waits_for_what_is_due() -> None:
+    """Both first responses are due in the third step, whatever else is complete: it has to wait for one of 40."""
+    found = predict([[40], [5], [5], [5]], WORK, ONE, Schedule(4, lag=2, streams=True))
+    # 11 tokens until 13, 11 more until 27 (from 16), and the last 18 of 40 while step 3 waits (from 30)
+    assert spans(found, "generate") == [
+        (1, "generate", 2, 7), (2, "generate", 16, 21), (3, "generate", 30, 48)
+    ]  # fmt: skip
 
 
 def test_segments_that_a_lag_does_not_allow() -> None:
