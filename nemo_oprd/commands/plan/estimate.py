@@ -98,9 +98,12 @@ class Estimate:
 
 
 def _awaited(config: Config) -> float:
-    """The share of a step's sampling that is from its own student: the last segment of its longest responses."""
+    """The share of a step's sampling that is from its own student: the last segment of its longest responses.
+
+    With mode stream servers sample on while the step computes, whatever it has waited for.
+    """
     rollout, (_, limit) = config.rollout, config.response_limit
-    if rollout.mode == "exact" or -(-limit // rollout.tokens_per_segment) <= rollout.max_lag:
+    if rollout.mode != "segments" or -(-limit // rollout.tokens_per_segment) <= rollout.max_lag:
         return 0.0
     return 1 - rollout.max_lag * rollout.tokens_per_segment / limit
 
@@ -166,7 +169,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     rollout = None
     if config.rollout.replay is None:
         demand = Demand(work.responses, work.response, mean.response, config.response_limit[0])
-        rollout = sample(work, demand, student.size, gpu, left)
+        rollout = sample(work, demand, student.size, gpu, left, goes_on=True)
     evaluation, known = _evaluation(config, lengths, student.size)
     tested = None if evaluation is None else sample(work, evaluation, student.size, gpu, left)
     kinds = sorted((_with_sampling(kind, rollout, tested) for kind in kinds), key=lambda kind: -kind.memory.peak)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
 from nemo_oprd.commands.plan.memory import forward_bytes
@@ -54,21 +54,44 @@ class Sampling:
     problem: str | None = None
 
 
-def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float) -> Sampling:
+def sample(
+    work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *, goes_on: bool = False
+) -> Sampling:
     """Sampling with the engine of the configuration.
 
     Args:
         ranks: of the student.
         left: bytes per GPU that other parts leave.
+        goes_on: whether servers sample long responses over several updates, as `rollout.mode` says.
     """
-    kind = ENGINES[work.config.rollout.engine]
-    groups = kind.groups(work.config.rollout, ranks)
+    rollout = work.config.rollout
+    kind = ENGINES[rollout.engine]
+    groups = kind.groups(rollout, ranks)
     if kind.in_process:
         batch, parts, problem = _in_process(work, demand, groups, left)
+        goes_on = False
     else:
-        batch, parts, problem = _with_servers(work, demand, kind, groups, gpu)
-    waves = -(-_per_group(demand, groups) // batch)
-    return Sampling(batch, groups, waves, parts, _seconds(work, gpu, demand, batch, waves, groups), problem)
+        under_way = _under_way(work, demand) if goes_on else demand
+        batch, parts, problem = _with_servers(work, under_way, kind, groups, gpu)
+    token = _token_seconds(work, gpu, demand, batch, groups)
+    if goes_on and rollout.mode == "stream":
+        # each decoding step yields a token of every response under way, and one of the longest is due by the lag
+        tokens = max(_per_group(demand, groups) * demand.mean / batch, demand.longest / (rollout.max_lag + 1))
+        return Sampling(batch, groups, 1, parts, tokens * token, problem)
+    segmented = goes_on and rollout.mode == "segments"
+    waves = -(-_per_group(_under_way(work, demand) if segmented else demand, groups) // batch)
+    longest = min(demand.longest, rollout.tokens_per_segment) if segmented else demand.longest
+    return Sampling(batch, groups, waves, parts, waves * longest * token, problem)
+
+
+def _under_way(work: Workload, demand: Demand) -> Demand:
+    """What servers sample between two updates where long responses go on over several of them."""
+    rollout, parts = work.config.rollout, 1
+    if rollout.mode == "segments":  # responses of mean length
+        parts = -(-demand.mean // rollout.tokens_per_segment)
+    elif rollout.mode == "stream":
+        parts = rollout.ahead + 1
+    return replace(demand, responses=demand.responses * parts)
 
 
 def _per_group(demand: Demand, groups: Groups) -> int:
@@ -133,8 +156,8 @@ def _with_servers(
     return batch, {f"{kind.label} server": share} if groups.placement == "colocated" else {}, problem
 
 
-def _seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, waves: int, groups: Groups) -> float:
-    """Seconds of sampling `batch` responses at a time on one group of GPUs, `waves` times; all wait for the longest.
+def _token_seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, groups: Groups) -> float:
+    """Seconds of a decoding step of `batch` responses at a time on one group of GPUs.
 
     Reading the weights and the cached keys and values bounds a token, or starting its operations where they are started
     one by one (in the trainer's processes).
@@ -147,4 +170,4 @@ def _seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, waves: int, g
         token = max(token, spec.num_layers * DECODE_OPERATIONS * ASSUMED.launch)
     else:
         token += ASSUMED.server_token
-    return waves * demand.longest * token
+    return token

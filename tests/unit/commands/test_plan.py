@@ -209,6 +209,31 @@ def test_what_is_sampled_while_an_update_is_computed(pair: list[str]) -> None:
         assert found.overlap_seconds == pytest.approx(share * exact.seconds["sampling"])
 
 
+def test_sampling_that_goes_on_over_updates(pair: list[str]) -> None:
+    """Decoding steps: those of a segment, or as many as yield the step's tokens; at least the longest's share.
+
+    16 responses of 1,000 tokens at most on one server, 250 on average.
+    """
+    servers = ("rollout.engine=vllm", "rollout.vllm.placement=dedicated", "rollout.max_new_tokens=1000")
+
+    def steps(*settings: str) -> float:
+        """Decoding steps, by the seconds of a token with as many responses at a time."""
+        spec = resolve(load_config("oprd_1p5b", [*pair, *servers, *settings]), 9)
+        sampling = estimate(spec, Cluster(9, GPUS["h100"]), Lengths(response=250)).rollout
+        assert sampling is not None
+        whole = [*pair, *servers, f"train.prompts_per_step={sampling.at_a_time}", "rollout.per_prompt=1"]
+        alone = estimate(resolve(load_config("oprd_1p5b", whole), 9), Cluster(9, GPUS["h100"]), Lengths(response=250))
+        assert alone.rollout is not None and alone.rollout.at_a_time == sampling.at_a_time
+        return 1000 * sampling.seconds / alone.rollout.seconds
+
+    assert steps("rollout.max_lag=1") == pytest.approx(1000)
+    assert steps("rollout.max_lag=3", "rollout.mode=segments", "rollout.segment_tokens=250") == pytest.approx(250)
+    # 16 of 48 responses are taken in a step; one of 1,000 tokens has 5 steps
+    assert steps("rollout.max_lag=4", "rollout.mode=stream") == pytest.approx(200)
+    assert steps("rollout.max_lag=16", "rollout.mode=stream") == pytest.approx(1000 / 17)
+    assert steps("rollout.max_lag=16", "rollout.mode=stream", "rollout.max_batch=16") == pytest.approx(250)
+
+
 def test_the_pipeline_waits(pair: list[str]) -> None:
     """(P - 1) / (m + P - 1) with 4 stages; 16 responses at 2 data-parallel ranks are 8 microbatches."""
     found = plan(pair, 8, "student.parallel.pipeline=4")
