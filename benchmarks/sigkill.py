@@ -4,7 +4,7 @@
     python -m benchmarks.sigkill --experts 4         models with experts, which both roles split over the two ranks
     python -m benchmarks.sigkill --lag 2             responses of two later steps are sampled already
     python -m benchmarks.sigkill --lag 2 --mode segments     responses go on over three updates
-    python -m benchmarks.sigkill --lag 4 --engine sleeping   steps take what is complete: sigkill_stream.py
+    python -m benchmarks.sigkill --lag 4 --mode stream       as exact with half; sigkill_stream.py: servers
     python -m benchmarks.sigkill --engine vllm       kills processes of the vLLM server instead: sigkill_vllm.py
 
 All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
@@ -300,12 +300,12 @@ def table(result: Result) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Kill a toy run with SIGKILL and compare it with an uninterrupted one")
-    parser.add_argument("--engine", choices=("megatron", "vllm", "sleeping"), default="megatron")
+    parser.add_argument("--engine", choices=("megatron", "vllm"), default="megatron")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
     parser.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer, with --engine megatron")
-    parser.add_argument("--lag", type=int, default=0, metavar="N", help="rollout.max_lag, but with --engine vllm")
+    parser.add_argument("--lag", type=int, default=0, metavar="N", help="rollout.max_lag, with --engine megatron")
     modes = ("exact", "segments", "stream")
     parser.add_argument("--mode", choices=modes, default="exact", help="rollout.mode, with --engine megatron")
     vllm = parser.add_argument_group("with --engine vllm")
@@ -325,11 +325,6 @@ def main() -> None:
         # in mode stream a step keeps its responses in a checkpoint alone
         phases = tuple(phase for phase in PHASES if options.mode != "stream" or phase.name != "rollouts kept")
         kill_trainers(options.kills, options.seed, options.steps or 16, options.experts, overrides, phases)
-        return
-    if options.engine == "sleeping":
-        from benchmarks.sigkill_stream import kill_streams
-
-        kill_streams(options.kills, options.seed, options.steps or 16, options.lag or 4)
         return
     from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark
 

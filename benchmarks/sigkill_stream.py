@@ -1,6 +1,6 @@
 """Kills a run with `rollout.mode=stream` beside servers that sleep for each token; counts what its steps have taken.
 
-    python -m benchmarks.sigkill --engine sleeping [--lag 4] [--kills 20] [--seed 0] [--steps 16]
+    python -m benchmarks.sigkill_stream [--lag 4] [--kills 20] [--seed 0] [--steps 16]
 
 What a step takes depends on the clock, so there is no other run to compare with. At the end every sample of every
 prompt must have been taken by exactly one step, each with all of its tokens (a tenth of the responses is ten times as
@@ -9,6 +9,7 @@ long as the others, whatever happens), none more than the lag's steps old; and n
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -92,3 +93,16 @@ def kill_streams(kills: int, seed: int, steps: int, lag: int) -> None:
         if any(wrong.values()):
             sys.exit(f"responses were lost or taken twice: {wrong}")
         print("every sample of every prompt was taken by one step, with all of its tokens and in time")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Kill a run with rollout.mode=stream and count what its steps took")
+    for name, value in (("lag", 4), ("kills", 20), ("seed", 0), ("steps", 16)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    kill_streams(options.kills, options.seed, options.steps, options.lag)
+
+
+if __name__ == "__main__":
+    main()

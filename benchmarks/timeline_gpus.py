@@ -25,8 +25,14 @@ PUSH_S = 0.5
 STEPS, SEED = 24, 0
 SHARES = (98, 90, 70)
 BATCHES = (16, 256, 2048)  # responses of a step
-# name -> (lag, segments of a response; None: mode exact)
-MODES = {"exact, lag 1": (1, None), "segments, lag 3": (3, 4), "segments, lag 4": (4, 4)}
+# name -> (lag, segments of a response; None: mode exact; 0: mode stream)
+MODES = {
+    "exact, lag 1": (1, None),
+    "segments, lag 3": (3, 4),
+    "segments, lag 4": (4, 4),
+    "stream, lag 4": (4, 0),
+    "stream, lag 8": (8, 0),
+}
 GPU_HEAD = (
     "| responses | share of sampling | synchronous | mode | GPUs that sample | step | of synchronous |\n"
     "|---|---|---|---|---|---|---|"
@@ -66,7 +72,8 @@ def compare() -> list[dict[str, Any]]:
             together = predict(batches, Work(PUSH_S, gradient), servers(GPUS_IN_ALL), Schedule(STEPS), PROMPT)
             synchronous = steady(seconds_per_step(together), 0)
             for name, (lag, segments) in MODES.items():
-                schedule = Schedule(STEPS, lag, None if segments is None else LIMIT // segments)
+                size = LIMIT // segments if segments else None
+                schedule = Schedule(STEPS, lag, size, streams=segments == 0)
                 found = {
                     sampling_gpus: _split(batches, gradient, sampling_gpus, schedule)
                     for sampling_gpus in range(1, GPUS_IN_ALL)

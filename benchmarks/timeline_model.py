@@ -12,6 +12,7 @@ Left out: what a step computes twice because something died, and the time in whi
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections.abc import Iterable, Sequence
@@ -267,14 +268,18 @@ class _Run:
         jobs = [(self._length(place) - self._pool[place], self._prompt + self._pool[place]) for place in places]
         self._under_way = self._now, places, jobs
         ends = sorted(zip(finish_times(jobs, self._servers), places, strict=True))
-        needed, taken = 0.0, self._rules.batch(step, self._pool, complete)
-        while taken is None:
-            needed, place = ends.pop(0)
-            complete.add(place)
-            taken = self._rules.batch(step, self._pool, complete)
+        # the fewest of these that are enough: more are never too many
+        count = bisect.bisect_left(range(len(ends)), True, key=lambda count: self._takes(step, complete, ends, count))
+        needed = ends[count - 1][0] if count else 0.0
+        taken = self._rules.batch(step, self._pool, complete | {place for _, place in ends[:count]})
+        assert taken is not None
         for place in taken:
             del self._pool[place]
         return self._now + needed
+
+    def _takes(self, step: int, complete: set[Place], ends: list[tuple[float, Place]], count: int) -> bool:
+        """Whether the step need not wait for more than `complete` and the first `count` of `ends`."""
+        return self._rules.batch(step, self._pool, complete | {place for _, place in ends[:count]}) is not None
 
     def _cut(self) -> None:
         """With mode stream, ends what is under way: the weights change."""

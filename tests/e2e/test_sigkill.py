@@ -25,12 +25,12 @@ def run(pools: Pools, tmp_path: Path) -> Callable[..., str]:
     """`run(kills, steps, seed, *more)`: what it printed; status 0 says bit-identical metrics and weights, and that no
     process was left after any kill."""
 
-    def kill(kills: int, steps: int, seed: int, *more: str) -> str:
-        command = ["-m", "benchmarks.sigkill"]
+    def kill(kills: int, steps: int, seed: int, *more: str, tool: str = "sigkill") -> str:
+        command = ["-m", f"benchmarks.{tool}"]
         command += ["--kills", str(kills), "--steps", str(steps), "--seed", str(seed), *more]
         said = python(pools, command, ROOT, tmp_path / "logs", patience_s=40 * kills)
         assert f"{kills} kills, {kills + 1} starts" in said
-        assert ("was taken by one step" if "sleeping" in more else "bit by bit") in said
+        assert ("bit by bit" if tool == "sigkill" else "was taken by one step") in said
         return said
 
     return kill
@@ -67,5 +67,5 @@ def test_responses_that_go_on_over_updates_end_as_if_never_killed(run: Callable[
 @pytest.mark.slow
 def test_what_a_stream_has_not_taken_is_taken_once(run: Callable[..., str]) -> None:
     """Beside servers; in this process all that is admitted is complete at once, and the run as if never killed."""
-    run(20, 16, 1, "--lag", "4", "--engine", "sleeping")
+    run(20, 16, 1, "--lag", "4", tool="sigkill_stream")
     run(8, 16, 1, "--lag", "4", "--mode", "stream")

@@ -54,9 +54,7 @@ class Sampling:
     problem: str | None = None
 
 
-def sample(
-    work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *, goes_on: bool = False
-) -> Sampling:
+def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *, goes_on: bool = False) -> Sampling:
     """Sampling with the engine of the configuration.
 
     Args:

@@ -61,6 +61,7 @@ class Progress:
     def __init__(self, controllers: Iterable[int]) -> None:
         self._controllers = sorted(controllers)
         self._wait = 0
+        self._judged: Seen | None = None  # what was not enough
         self._prefix = f"nemo_oprd/vllm/progress/{first_ranks(time.time_ns())}"  # of no earlier engine of this job
         self._store: Any = _get_default_store().clone()  # type: ignore[attr-defined]
 
@@ -75,6 +76,7 @@ class Progress:
             should_go: called repeatedly on every rank; True ends the wait of all of them.
         """
         self._wait += 1
+        self._judged = None
         go, told = self._key("go"), None
         while not self._store.check([go]):
             seen = None if look is None else look()
@@ -96,6 +98,9 @@ class Progress:
         keys = [self._key(rank) for rank in self._controllers]
         parts = [Seen.unpacked(self._store.get(key)) if self._store.check([key]) else None for key in keys]
         seen = Seen.joined(Seen(is_over=False) if part is None else part for part in parts)
+        if seen == self._judged:
+            return False
+        self._judged = seen
         return seen.is_over or seen.has_failed or enough(seen.complete)
 
     def _key(self, name: str | int) -> str:
