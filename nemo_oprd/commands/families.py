@@ -14,7 +14,7 @@ from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION, RE
 _HEADINGS = ("family", "route", "layouts compared with transformers", "engines", "refused")
 _OWN_LAYOUTS = "TP, SP, PP, VPP, CP, DP, recompute"
 # what special parts of each own family are refused is said when its config.json is read
-_ENGINES = {"own": "in-process, vllm", "bridge": "recorded rollouts; vllm not tried"}
+_ENGINES = {"own": "in-process, vllm", "bridge": "in-process without a cache (slow); vllm not tried"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def rows() -> list[tuple[str, str, str, str, str]]:
         for name in sorted(FAMILIES)
     ]
     found += [
-        (name, "bridge", kind.layouts, "vllm" if name == "gemma" else _ENGINES["bridge"], kind.refused)
+        (name, "bridge", kind.layouts, "in-process without a cache, vllm" if name == "gemma" else _ENGINES["bridge"], kind.refused)
         for name, kind in KINDS.items()
     ]
     return found + [(name, "refused", "", "", reason) for name, reason in REFUSED_FAMILIES.items()]
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     version = ".".join(map(str, NEEDED_VERSION))
     installed = _bridge_is_installed()
     where = "installed here" if installed else "not installed here (scripts/setup_nemo_bridge.sh, docs/nemo.md)"
-    print(f"route bridge: provider=bridge of a model; Megatron-Bridge, {version} or later for experts, is {where}")
+    print(f"route bridge: provider=bridge of a model; Megatron-Bridge, {version} or later for special parts, is {where}")
 
 
 def _bridge_is_installed() -> bool:

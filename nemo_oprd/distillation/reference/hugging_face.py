@@ -27,6 +27,7 @@ from nemo_oprd.config.schema import (
     StudentConfig,
     TeacherSource,
 )
+from nemo_oprd.distillation.reference.hugging_face_delta_net import exact_delta_rule
 from nemo_oprd.distillation.reference.hugging_face_routers import RouterReference
 from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
@@ -46,6 +47,14 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     student = _load(str(config.student.hf_path), dtype)
     # in the first update, a teacher that is the student has the weights that the student loads
     teachers = [_load(str(source.hf_path), dtype) for source in config.teacher_sources]
+    with exact_delta_rule(student, *teachers):
+        return _objective(config, rollouts, student, teachers, dtype)
+
+
+def _objective(
+    config: Config, rollouts: list[Rollout], student: Any, teachers: list[Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """As `reference`, of transformers' models."""
     loss = config.loss.representation
     distance = row_loss(loss)
     layers = _layers(loss.layers, student.config.num_hidden_layers)
