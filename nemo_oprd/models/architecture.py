@@ -49,6 +49,7 @@ class Experts:
     scale: float = 1.0  # multiplies the weights of a token's experts
     shared_ffn_size: int = 0  # of the expert that every token visits; 0: there is none
     biases: bool = False  # whether experts have biases
+    shared_gate: bool = False  # whether the shared expert's output is multiplied by a gate
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class ModelSpec:
     `sinks` whether each head's softmax has a further, learned term in its sum; `whole_qk_norm` whether queries and keys
     are normed over all heads together; `delta` is None for a model whose layers all have attention; `output_gate` says
     whether the attention's output is multiplied by a gate per channel; `local_rope` is the RoPE of the windowed layers,
-    where it is not `rope`. Only families of Megatron-Bridge differ in these.
+    where it is not `rope`; `post_norms` whether there are norms behind attention
+    and feed-forward block, too. Only families of Megatron-Bridge differ in these.
     """
 
     family: Family = field(compare=False, repr=False)
@@ -125,6 +127,7 @@ class ModelSpec:
     delta: DeltaNet | None = None
     output_gate: bool = False
     local_rope: Rope | None = None
+    post_norms: bool = False
 
     @property
     def rotary_dim(self) -> int:

@@ -6,6 +6,7 @@ loop. Several ranks are started by torchrun.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -202,9 +203,11 @@ def verify_and_train(runs: dict[str, list[str]], trained: list[list[str]]) -> No
 def one_process(models: str, directory: str, cases: dict[str, list[str]]) -> None:
     """DIRECTORY/FAMILY/back, and the messages in DIRECTORY/wrong.json and DIRECTORY/refused.json."""
     convert_special(models, directory)
+    convert_tower(models, directory)
     built_wrongly(models, f"{directory}/wrong.json")
     planted(models, directory)
     samples(models, f"{directory}/samples.json")
+    counts(models, f"{directory}/counts.json")
     refusals(cases, f"{directory}/refused.json", ranks=2)
 
 
@@ -257,6 +260,29 @@ def convert_special(models: str, directory: str) -> None:
         megatron_to_hf(root / "ours", root / "back", family=kind, progress=False)
 
 
+def convert_tower(models: str, directory: str) -> None:
+    """DIRECTORY/tower/back, of the Qwen3.5 student as the language model of a model for text and pictures."""
+    from safetensors.torch import load_file, save_file
+
+    from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+
+    student, root = Path(models) / "qwen3_5_moe_text" / "student", Path(directory) / "tower"
+    (root / "whole").mkdir(parents=True)
+    text = json.loads((student / "config.json").read_text())
+    whole = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    (root / "whole" / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(student / "model.safetensors").items()
+    }
+    tensors |= {"model.visual.pos_embed.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    save_file(tensors, root / "whole" / "model.safetensors")
+    kind = find_family("bridge", hf_path=str(root / "whole"))
+    hf_to_megatron(root / "whole", root / "ours", tensor=2, family=kind, progress=False)
+    megatron_to_hf(root / "ours", root / "back", family=kind, progress=False)
+
+
 def built_wrongly(models: str, output: str) -> None:
     """Family -> the message for a model as Megatron-Bridge builds it, with one of its fields as it sets them."""
     from nemo_oprd.models.megatron_bridge import build
@@ -280,7 +306,7 @@ def _message_with(models: str, family: str, field: str, value: Any, build: Any) 
     directory = Path(models) / family / "student"
     init_distributed()
     spec = read_model_spec(directory, find_family("bridge", hf_path=str(directory)))
-    provider = build.make_provider("student.provider", "bridge", directory)
+    provider = copy.copy(build.make_provider("student.provider", "bridge", directory))  # it is kept
     setattr(provider, field, value)
     try:
         build.build_from_provider(provider, spec, make_role("student", Layout()), torch.float32)
@@ -422,6 +448,23 @@ def samples(models: str, output: str) -> None:
         requests = [Request(list(ids), most=most) for ids, most in zip(PROMPTS, LIMITS, strict=True)]
         calls = [SamplingParams(temperature, 1.0, 12, (3,)) for temperature in (0.0, 1.0, 1.0)]
         found[family] = [[list(map(int, r.response_ids)) for r in engine.generate(requests, each)] for each in calls]
+    Path(output).write_text(json.dumps(found))
+
+
+def counts(models: str, output: str) -> None:
+    """FAMILY -> (the parameters that `plan` counts, those of the student's file)."""
+    from nemo_oprd.commands.plan.parameters import model_parameters
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.models.weights.hf import HFCheckpoint
+
+    found = {}
+    for family in SPECIAL_FAMILIES:
+        directory = Path(models) / family / "student"
+        spec = read_model_spec(directory, find_family("bridge", hf_path=str(directory)))
+        checkpoint = HFCheckpoint(directory)
+        names = [name for name in checkpoint.keys() if not name.endswith("e_score_correction_bias")]  # noqa: SIM118
+        found[family] = model_parameters(spec), sum(checkpoint[name].numel() for name in names)
     Path(output).write_text(json.dumps(found))
 
 

@@ -204,6 +204,16 @@ def test_conversion(models: Path, alone: Path, family: str) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def test_the_language_model_of_a_model_for_pictures(models: Path, alone: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = load_file(models / "qwen3_5_moe_text" / "student" / "model.safetensors")
+    found = load_file(alone / "tower" / "back" / "model.safetensors")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    AutoModelForCausalLM.from_pretrained(alone / "tower" / "back")
+
+
 BUILT_WRONGLY = {
     "glm4_moe rotary_percent": "is not the RoPE of the HF config",
     "gpt_oss yarn_rotary_scaling_factor": "is not the RoPE of the HF config",
@@ -240,6 +250,12 @@ def test_planted_errors_are_refused_at_the_start(alone: Path, plant: str) -> Non
     message = found[plant]
     assert message.startswith(f"canary of {family}: layer {layer} of {depth}, prompt ") and f", row {row} is" in message
     assert hint in message and "\n" not in message, message
+
+
+def test_plan_counts_the_parameters(alone: Path) -> None:
+    found = json.loads((alone / "counts.json").read_text())
+    assert set(found) == set(SPECIAL_FAMILIES)
+    assert {family: planned for family, (planned, _) in found.items()} == {f: held for f, (_, held) in found.items()}
 
 
 @pytest.mark.parametrize("family", SAMPLED_FAMILIES)

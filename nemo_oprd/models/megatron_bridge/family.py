@@ -154,7 +154,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
             provider.linear_conv_kernel_dim,
         )
     if found.local_rope is not None:
-        parts["local_rope"] = found.local_rope
+        parts["local_rope"], parts["post_norms"] = found.local_rope, True
         parts["window"], parts["windowed"] = provider.window_size, windowed_layers(provider)
     elif getattr(provider, "window_size", None) is not None:
         parts["window"] = provider.window_size[0] + 1
@@ -180,6 +180,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
             float(provider.moe_router_topk_scaling_factor or 1.0),
             provider.moe_shared_expert_intermediate_size or 0,
             bool(provider.add_bias_linear),
+            bool(getattr(provider, "moe_shared_expert_gate", False)),
         )
     return parts
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch import weight_spans
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
+from nemo_oprd.config.memory_bounds import CACHE_SHARE, UNCACHED_TOKENS, cache_bytes_per_token
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
@@ -33,7 +33,7 @@ from nemo_oprd.rollout.engine import (
 )
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.in_process.decoding import generate_batch
-from nemo_oprd.rollout.in_process.whole_sequences import AUTO_TOKENS, generate_whole_sequences
+from nemo_oprd.rollout.in_process.whole_sequences import generate_whole_sequences
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest, padded_bytes
 from nemo_oprd.runtime.messages import ANY_RANK
@@ -207,7 +207,7 @@ class MegatronEngine(Generates):
             )
         if not self._cached:
             self._said_budget = True
-            return AUTO_TOKENS if self._cache_setting == "auto" else int(self._cache_setting)
+            return UNCACHED_TOKENS if self._cache_setting == "auto" else int(self._cache_setting)
         if self._cache_setting != "auto":
             return int(self._cache_setting)
         # for every call anew: optimizer states, for instance, take memory only from the first update on

@@ -20,8 +20,6 @@ from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch
 from nemo_oprd.rollout.in_process.sampling import pick_tokens
 from nemo_oprd.rollout.response import Response
 
-# of one forward pass with `rollout.max_cache_tokens=auto`; there is no cache whose memory could be the measure
-AUTO_TOKENS = 16384
 # tokens between two calls of `should_cancel`
 CANCEL_CHECK_EVERY = 16
 
