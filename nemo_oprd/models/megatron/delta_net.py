@@ -2,21 +2,20 @@
 
 Megatron-core 0.19 builds the layer and splits it over tensor and context ranks, but takes three functions from FLA and
 refuses to be built without it. Its own torch rule reads no packed sequences and rounds to float32. `use_torch_kernels`
-puts the functions of this module in FLA's place; they compute sequence after sequence, in float32 or, for float64
-inputs, in float64.
+puts the functions of this module in FLA's place; they compute sequences of similar length together, in float32 or, for
+float64 inputs, in float64.
 
-Shapes: B batch (1 for packs), S tokens of all sequences, H heads, K channels of a key, V of a value, C channels.
+Shapes: B sequences that are computed together, S tokens of all, H heads, K channels of a key, V of a value, C channels.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import conv1d, pad, silu
+from torch.nn.functional import pad, silu
 
 from nemo_oprd.models.megatron import versions
 
@@ -24,7 +23,7 @@ from nemo_oprd.models.megatron import versions
 _EPS = 1e-6
 # tokens whose changes of the state are solved for together, as in transformers and FLA
 CHUNK = 64
-TORCH, FLA = "torch, sequence after sequence", "FLA"
+TORCH, FLA = "torch (slower than FLA)", "FLA"
 # of Megatron's layer: decorated with torch.compile, whose compiler takes seconds for nothing on a CPU
 _COMPILED = ("_apply_gated_norm", "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta")
 
@@ -48,20 +47,23 @@ def causal_convolution(
     """A convolution over time of each channel by itself, then SiLU; a sequence begins with zeros.
 
     Args:
-        x: [B, S, C].
+        x: [1, S, C].
         weight: [C, W], of which the last column is of the token itself.
-        cu_seqlens: int [sequences + 1], where the sequences of a pack begin and end; None: the rows of the batch.
+        cu_seqlens: int [sequences + 1], where the sequences of a pack begin and end; None: there is one.
 
     Returns:
-        ([B, S, C], None).
+        ([1, S, C], None).
     """
     assert activation in ("silu", "swish") and initial_state is None and not output_final_state
-    channels, width = weight.shape
-    parts = []
-    for part in _sequences(x, cu_seqlens):
-        before = pad(x[:, part].transpose(1, 2), (width - 1, 0))
-        parts.append(conv1d(before, weight[:, None], bias, groups=channels).transpose(1, 2))
-    return silu(torch.cat(parts, dim=1)), None
+    width = weight.shape[1]
+    bounds = _bounds(x.shape[1], cu_seqlens)
+    positions = torch.tensor([t for start, end in itertools.pairwise(bounds) for t in range(end - start)])
+    positions = positions.to(x.device)[:, None]  # [S, 1], in the token's own sequence
+    total = x * weight[:, -1]
+    for back in range(1, min(width, x.shape[1])):
+        earlier = pad(x[:, :-back], (0, 0, back, 0))
+        total = total + torch.where(positions >= back, earlier, 0.0) * weight[:, -1 - back]
+    return silu(total if bias is None else total + bias), None
 
 
 def gated_delta_rule(
@@ -81,34 +83,46 @@ def gated_delta_rule(
     With a state M [K, V] that is zero before a sequence: M <- exp(g) M; M <- M + beta k (v - k M); o = scale q M.
 
     Args:
-        q, k: [B, S, H, K]. v: [B, S, H, V]. g, beta: [B, S, H], g at most 0.
+        q, k: [1, S, H, K]. v: [1, S, H, V]. g, beta: [1, S, H], g at most 0.
         scale: of the queries; None: K ** -0.5.
         cu_seqlens: as for `causal_convolution`.
 
     Returns:
-        (o [B, S, H, V] in the dtype of q, None).
+        (o [1, S, H, V] in the dtype of q, None).
     """
     assert initial_state is None and not output_final_state and not use_qk_l2norm_in_kernel
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    parts = [
-        _rule_of_sequence(*(_wide(tensor[:, part]).transpose(1, 2) for tensor in (q * scale, k, v, g, beta)))
-        for part in _sequences(q, cu_seqlens)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2).to(q.dtype), None
+    tokens, bounds = q.shape[1], _bounds(q.shape[1], cu_seqlens)
+    groups: dict[int, list[tuple[int, int]]] = {}  # number of chunks -> (first token, end) of the sequences
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            groups.setdefault(-(-(end - start) // CHUNK), []).append((start, end))
+    # a row of zeros behind the tokens stands for padding, which changes no state
+    given = [pad(_wide(part[0]), (0, 0) * (part.dim() - 2) + (0, 1)) for part in (q, k, v, g, beta)]
+    given[0] = given[0] * scale
+    outputs, order = [], []
+    for chunks, sequences in groups.items():
+        places = torch.full((len(sequences), chunks * CHUNK), tokens)
+        for row, (start, end) in enumerate(sequences):
+            places[row, : end - start] = torch.arange(start, end)
+        here = places.to(q.device)
+        found = _rule_of_sequences(*(part[here].transpose(1, 2) for part in given)).transpose(1, 2)
+        real = places < tokens
+        outputs.append(found[real.to(q.device)])
+        order.append(places[real])
+    rows = torch.cat(outputs)[torch.cat(order).argsort().to(q.device)]
+    return rows[None].to(q.dtype), None
 
 
-def _rule_of_sequence(
+def _rule_of_sequences(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """q, k [B, H, T, K], v [B, H, T, V], g, beta [B, H, T] of whole sequences -> [B, H, T, V].
+    """q, k [B, H, T, K], v [B, H, T, V], g, beta [B, H, T] of B sequences of whole chunks -> [B, H, T, V].
 
     Within a chunk, the corrections of all tokens are the solution of a triangular system: each depends on those before
     it, weighed by the products of the keys. The state is handed from chunk to chunk.
     """
-    length = q.shape[2]
-    missing = -length % CHUNK
-    q, k, v = (pad(tensor, (0, 0, 0, missing)).unflatten(2, (-1, CHUNK)) for tensor in (q, k, v))
-    g, beta = (pad(tensor, (0, missing)).unflatten(2, (-1, CHUNK)) for tensor in (g, beta))
+    q, k, v, g, beta = (tensor.unflatten(2, (-1, CHUNK)) for tensor in (q, k, v, g, beta))
     total = g.cumsum(-1)  # [B, H, chunks, CHUNK], the decay from the chunk's start, as a logarithm
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -127,19 +141,16 @@ def _rule_of_sequence(
         corrections = new[:, :, i] - read[:, :, i] @ state
         outputs.append(from_start[:, :, i] @ state + within[:, :, i] @ corrections)
         state = state * kept[:, :, i] + to_end[:, :, i].mT @ corrections
-    return torch.cat(outputs, dim=2)[:, :, :length]
+    return torch.cat(outputs, dim=2)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _sequences(tensor: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Iterator[slice]:
-    """The places [B, here] of each sequence that has tokens."""
-    bounds = [0, tensor.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    for start, end in itertools.pairwise(bounds):
-        if end > start:
-            yield slice(start, end)
+def _bounds(tokens: int, cu_seqlens: torch.Tensor | None) -> list[int]:
+    """Where the sequences begin and end; without a pack, all tokens are one."""
+    return [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
 
 
 def delta_net_kernels() -> str:

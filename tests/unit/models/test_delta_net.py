@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_oprd.distillation.reference.hugging_face_delta_net import recurrence
+from nemo_oprd.models.canary.delta_rule import recurrence
 from nemo_oprd.models.megatron.delta_net import CHUNK, causal_convolution, gated_delta_rule, l2norm
 
 # of a pack: one token, a whole chunk, several chunks and a part, no tokens

@@ -18,8 +18,8 @@ _EPS = 1e-6  # as in transformers
 
 
 @contextmanager
-def exact_delta_rule(*models: Any) -> Iterator[None]:
-    """In this context, delta nets of transformers' `models` compute in the precision of the weights, if it is float64.
+def exact_delta_rule(*models: Any, dtype: torch.dtype) -> Iterator[None]:
+    """In this context, delta nets of transformers' `models`, compute in float64 if `dtype`, of their weights, is that.
 
     Models without delta nets, and those of other precisions, are left alone.
 
@@ -27,7 +27,7 @@ def exact_delta_rule(*models: Any) -> Iterator[None]:
         ValueError: this version of transformers calls the rule by another name.
     """
     layers = [layer for model in models for layer in model.modules() if type(layer).__name__.endswith("GatedDeltaNet")]
-    names = {type(layer).__module__ for layer in layers if layer.A_log.dtype == torch.float64}
+    names = {type(layer).__module__ for layer in layers if dtype == torch.float64}
     modules = [importlib.import_module(name) for name in sorted(names)]
     for module in modules:
         if not hasattr(module, _RULE):
