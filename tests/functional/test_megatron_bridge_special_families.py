@@ -54,6 +54,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "student.parallel.context=2", "teacher.parallel.tensor=2", "teacher.parallel.sequence=true", *FULL_RECOMPUTE,
     ),
     "TP2": ("student.parallel.tensor=2", "loss.representation.kind=cosine"),
+    "DP2": ("train.tokens_per_microbatch=16", "loss.representation.layers=[1,3]"),
     "VPP": ("student.parallel.pipeline=2", "student.parallel.virtual_pipeline=2", "train.tokens_per_microbatch=32"),
 }  # fmt: skip
 DENSE = ("qwen3_5_text", "gemma3_text")
@@ -65,6 +66,8 @@ IMPOSSIBLE = {
 }  # fmt: skip
 # experts need sequence parallelism with tensor parallelism
 IMPOSSIBLE |= {(family, "TP2") for family in SPECIAL_FAMILIES if family not in DENSE}
+# with experts, data-parallel ranks are those of EP2
+IMPOSSIBLE |= {(family, "DP2") for family in SPECIAL_FAMILIES if family not in DENSE}
 RUNS = [(family, layout) for family in SPECIAL_FAMILIES for layout in LAYOUTS if (family, layout) not in IMPOSSIBLE]
 # every family and every layout
 QUICK = {
@@ -97,7 +100,8 @@ def settings(models: Path, family: str, output: Path) -> list[str]:
 def settings_of(models: Path, case: tuple[str, str], output: Path) -> list[str]:
     """Of a family and a layout. Two chunks on each of two stages are of the model with more layers, a teacher's."""
     family, layout = case
-    found = [*settings(models, family, output), *LAYOUTS[layout]]
+    splits = [each for each in LAYOUTS[layout] if family not in DENSE or not each.startswith("teacher.parallel.expert")]
+    found = [*settings(models, family, output), *splits]
     if layout == "VPP":
         more = 3 if family in DEEP_FAMILIES else 2
         deep = "student" if family in DEEP_FAMILIES else "teacher"
