@@ -11,6 +11,8 @@ from __future__ import annotations
 _ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 # keys that the whole has for its language model
 _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "auto_map")
+# where the language model's own differ, they count
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PREFIX, _INNER = "model.", "model.language_model."
 # the names of tensors that are left out begin so
 LEFT_OUT = ("model.visual.", "mtp.")
@@ -34,7 +36,7 @@ def language_model_config(hf_config: dict, source: str) -> dict:
                 f"{source}: {key}={hf_config[key]!r}, but {text[key]!r} in text_config; expected one value: correct it "
                 "as in the model's source"
             )
-    shared = {key: hf_config[key] for key in _SHARED if key in hf_config}
+    shared = {key: hf_config[key] for key in (*_SHARED, *_IDS) if key in hf_config}
     return {**shared, **text, "architectures": [architecture]}
 
 

@@ -56,6 +56,12 @@ def test_an_export_is_a_language_model_by_itself(directory: Path, tmp_path: Path
     assert read_hf_config(tmp_path / "out") == written
 
 
+def test_end_ids_are_those_of_the_language_model() -> None:
+    both = {**WHOLE, "eos_token_id": 5, "text_config": {**TEXT, "eos_token_id": 7}}
+    assert language_model_config({**WHOLE, "eos_token_id": 5}, "config.json")["eos_token_id"] == 5
+    assert language_model_config(both, "config.json")["eos_token_id"] == 7
+
+
 def test_other_configs_are_left_alone_and_contradictions_refused() -> None:
     other = {"model_type": "gemma", "text_config": {"model_type": "x"}}
     assert language_model_config(other, "config.json") is other
