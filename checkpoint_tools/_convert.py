@@ -51,6 +51,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Megatron's linear layers have an extra state (for FP8) that its loader requires; without FP8 the state is None.
 # Transformer Engine's attention has one, too.
 _WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj")
+_DELTA_NET_WITH_EXTRA_STATE = ("self_attention.in_proj", "self_attention.out_norm", "self_attention.out_proj")
 _BLOCK_WITH_EXTRA_STATE = ("mlp.linear_fc1", "mlp.linear_fc2")
 _EXPERTS_WITH_EXTRA_STATE = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 # Transformer Engine's norms have one; Megatron's loader requires it if the model is made of its modules.
@@ -157,7 +158,10 @@ def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
     stacked = stacks_layers(spec)
     prefix = "decoder.layers" if stacked else f"decoder.layers.{layer}"
     shard = f"{layer}_{spec.num_layers}" if stacked else "0_1"
-    modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
+    if spec.delta is not None and spec.delta.layers[layer]:
+        modules: tuple[str, ...] = _DELTA_NET_WITH_EXTRA_STATE
+    else:
+        modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
     if spec.is_sparse(layer + 1):
         assert spec.experts is not None
         index, size = (f"{layer}.", f"{spec.num_layers}.") if stacked else ("", "")
@@ -177,18 +181,24 @@ def _write_parameter(
     joined = form.join([checkpoint[name] for name in parameter.mapping.hf], spec)
     stage = owner_stage(parameter.mapping, spec, layout)
     rows = spec.padded_vocab(layout.tensor) if isinstance(form, Vocabulary) else parameter.shape[0]
-    shape = (*parameter.counts, rows, *parameter.shape[1:])
     # an expert is not split: that is the default, and Megatron reads what another layout needs
     parts = layout.tensor if parameter.mapping.expert is None else 1
     for rank in range(1 if form.axis is None else parts):
         shard = form.shard(joined, rank, parts, spec)
-        # in the whole tensor, all of gate lies above all of up, so a rank's parts of the two are not adjacent
-        for i, piece in enumerate(shard.chunk(2) if isinstance(form, GateUp) else (shard,)):
-            start = [0] * piece.dim()
-            if form.axis is not None:
-                start[form.axis] = (i * parts + rank) * piece.shape[form.axis]
-            stored = piece[(None,) * len(parameter.index)]
-            writer.add(_file(layout, stage, rank), parameter.key, shape, (*parameter.index, *start), stored)
+        for (key, of_key), of_rank in zip(parameter.stored, _sections(shard, parameter, parts), strict=True):
+            shape = (*parameter.counts, rows if not parameter.sections else of_key[0], *of_key[1:])
+            # in the whole tensor, all of gate lies above all of up, so a rank's parts of the two are not adjacent
+            for i, piece in enumerate(of_rank.chunk(2) if isinstance(form, GateUp) else (of_rank,)):
+                start = [0] * piece.dim()
+                if form.axis is not None:
+                    start[form.axis] = (i * parts + rank) * piece.shape[form.axis]
+                stored = piece[(None,) * len(parameter.index)]
+                writer.add(_file(layout, stage, rank), key, shape, (*parameter.index, *start), stored)
+
+
+def _sections(shard: torch.Tensor, parameter: Parameter, parts: int) -> tuple[torch.Tensor, ...]:
+    """The parts of a rank's shard that are stored one by one."""
+    return shard.split([rows // parts for _, rows in parameter.sections]) if parameter.sections else (shard,)
 
 
 def _file(layout: Layout, stage: int, rank: int) -> str:

@@ -14,7 +14,7 @@ from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION, RE
 _HEADINGS = ("family", "route", "layouts compared with transformers", "engines", "refused")
 _OWN_LAYOUTS = "TP, SP, PP, VPP, CP, DP, recompute"
 # what special parts of each own family are refused is said when its config.json is read
-_ENGINES = {"own": "in-process, vllm", "bridge": "recorded rollouts; vllm not tried"}
+_ENGINES = {"own": "in-process, vllm", "bridge": "in-process without a cache (slow); vllm not tried"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +27,9 @@ def rows() -> list[tuple[str, str, str, str, str]]:
         (name, "own", f"{_OWN_LAYOUTS}{', EP' if name in ('mixtral', 'qwen3_moe') else ''}", _ENGINES["own"], "")
         for name in sorted(FAMILIES)
     ]
+    tried = {"gemma": "in-process without a cache (slow), vllm"}
     found += [
-        (name, "bridge", kind.layouts, "vllm" if name == "gemma" else _ENGINES["bridge"], kind.refused)
+        (name, "bridge", kind.layouts, tried.get(name, _ENGINES["bridge"]), kind.refused)
         for name, kind in KINDS.items()
     ]
     return found + [(name, "refused", "", "", reason) for name, reason in REFUSED_FAMILIES.items()]
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     version = ".".join(map(str, NEEDED_VERSION))
     installed = _bridge_is_installed()
     where = "installed here" if installed else "not installed here (scripts/setup_nemo_bridge.sh, docs/nemo.md)"
-    print(f"route bridge: provider=bridge of a model; Megatron-Bridge, {version} or later for experts, is {where}")
+    print(f"route bridge: provider=bridge; Megatron-Bridge, {version} or later for special parts, is {where}")
 
 
 def _bridge_is_installed() -> bool:

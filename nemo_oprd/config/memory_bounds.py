@@ -14,8 +14,52 @@ TARGET_SHARE = 0.25
 # for what decoding needs besides: activations of the prompts, logits in float64 and their sorted copies, and the copies
 # of one layer's keys and values when finished sequences leave.
 CACHE_SHARE = 0.7
+# The tokens of a forward pass of the in-process engine where it has no cache, with `rollout.max_cache_tokens=auto`.
+UNCACHED_TOKENS = 16384
 
 
 def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
-    """Bytes of the keys and values of one token, in all layers of one of `tensor` tensor ranks."""
-    return spec.num_layers * (spec.num_kv_heads // tensor) * spec.head_dim * 2 * value_bytes
+    """Bytes of what a token leaves in a cache that grows with the sequence, in all layers of one of `tensor` ranks.
+
+    That is keys and values; of latent attention the narrow state and the rotated channels, which every rank has. Layers
+    with a sliding window or a delta net are in `state_bytes`.
+    """
+    growing = sum(not bounded for bounded in _bounded(spec))
+    if spec.latent is not None:
+        return growing * (spec.latent.key_rank + spec.latent.rotated) * value_bytes
+    return growing * _keys_and_values(spec, tensor, value_bytes)
+
+
+def state_bytes(spec: ModelSpec, tensor: int, value_bytes: int, length: int) -> int:
+    """Bytes of what a sequence of `length` tokens leaves in caches of fixed size on one of `tensor` tensor ranks.
+
+    That is the keys and values of sliding windows, and of delta nets the state in float32 and the tokens that the
+    convolution sees.
+    """
+    windows, nets = sum(spec.windowed), 0 if spec.delta is None else sum(spec.delta.layers)
+    found = 0
+    if windows and spec.window is not None:
+        found += windows * min(spec.window, length) * _keys_and_values(spec, tensor, value_bytes)
+    if nets and spec.delta is not None:
+        keys, values = (
+            heads // tensor * channels
+            for heads, channels in (
+                (spec.delta.key_heads, spec.delta.key_channels),
+                (spec.delta.value_heads, spec.delta.value_channels),
+            )
+        )
+        found += nets * (
+            values * spec.delta.key_channels * 4 + (spec.delta.width - 1) * (2 * keys + values) * value_bytes
+        )
+    return found
+
+
+def _keys_and_values(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
+    return (spec.num_kv_heads // tensor) * spec.head_dim * 2 * value_bytes
+
+
+def _bounded(spec: ModelSpec) -> tuple[bool, ...]:
+    """For each layer, whether its cache does not grow with the sequence."""
+    windowed = spec.windowed or (False,) * spec.num_layers
+    nets = (False,) * spec.num_layers if spec.delta is None else spec.delta.layers
+    return tuple(a or b for a, b in zip(windowed, nets, strict=True))

@@ -145,7 +145,7 @@ class Student:
         """Which implementations this rank uses, by their purpose."""
         inner = None if self.optimizer is None else self.optimizer.chained_optimizers[0].optimizer
         layers = self.chunks[0].backend if self.chunks else layer_backend(self.dtype)
-        return chosen_kernels(layers, self.dtype, inner)
+        return chosen_kernels(layers, self.dtype, inner, delta_net=self.spec.delta is not None)
 
     def teacher_head(self, number: int) -> torch.Tensor | None:
         """A teacher's current LM head [V, D]; None before the last stage, or if the teacher sends no final states."""

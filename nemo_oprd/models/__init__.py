@@ -16,6 +16,7 @@ from nemo_oprd.models.families.llama import LLAMA
 from nemo_oprd.models.families.moe import MIXTRAL, QWEN3_MOE
 from nemo_oprd.models.families.phi3 import PHI3
 from nemo_oprd.models.families.qwen import QWEN2, QWEN3
+from nemo_oprd.models.text_tower import language_model_config
 from nemo_oprd.runtime.files import read_json
 
 # this project's own, by `model_type`
@@ -69,7 +70,7 @@ def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec
 
 
 def read_hf_config(path: str | Path) -> dict:
-    """The contents of `path/config.json`.
+    """The contents of `path/config.json`; of a model for text and pictures, its language model's (`text_tower`).
 
     Raises:
         ValueError: there is no readable config.json.
@@ -83,4 +84,5 @@ def read_hf_config(path: str | Path) -> dict:
         megatron = (Path(path) / ".metadata").is_file()
         hint = "; this is a Megatron checkpoint, which goes into checkpoint=" if megatron else ""
         raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
-    return read_json(file, "an object with model_type", "copy the file from the model's source again")
+    content = read_json(file, "an object with model_type", "copy the file from the model's source again")
+    return language_model_config(content, str(file))

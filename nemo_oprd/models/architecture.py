@@ -49,6 +49,7 @@ class Experts:
     scale: float = 1.0  # multiplies the weights of a token's experts
     shared_ffn_size: int = 0  # of the expert that every token visits; 0: there is none
     biases: bool = False  # whether experts have biases
+    shared_gate: bool = False  # whether the shared expert's output is multiplied by a gate
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,22 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The layers of a hybrid model that have a gated delta net instead of attention: a state of fixed size per head.
+
+    A key head serves `value_heads / key_heads` value heads. `layers` says for each layer of the model whether it is one
+    of these; `width` is the number of tokens that the convolution before the net sees.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_channels: int
+    value_channels: int
+    width: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The architecture of one model, independent of any layout. `experts` is None for a model without any.
 
@@ -75,7 +92,10 @@ class ModelSpec:
     (a gate and a value), `norm_bias` whether norms have a bias; `latent` is None for ordinary attention; `windowed`
     says for each layer whether a token attends to itself and the `window` - 1 tokens before it only (empty: in none);
     `sinks` whether each head's softmax has a further, learned term in its sum; `whole_qk_norm` whether queries and keys
-    are normed over all heads together. Only families of Megatron-Bridge differ in these.
+    are normed over all heads together; `delta` is None for a model whose layers all have attention; `output_gate` says
+    whether the attention's output is multiplied by a gate per channel; `local_rope` is the RoPE of the windowed layers,
+    where it is not `rope`; `post_norms` whether there are norms behind attention
+    and feed-forward block, too. Only families of Megatron-Bridge differ in these.
     """
 
     family: Family = field(compare=False, repr=False)
@@ -104,6 +124,10 @@ class ModelSpec:
     windowed: tuple[bool, ...] = ()
     sinks: bool = False
     whole_qk_norm: bool = False
+    delta: DeltaNet | None = None
+    output_gate: bool = False
+    local_rope: Rope | None = None
+    post_norms: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -125,6 +149,7 @@ class ModelSpec:
         sizes = {"attention heads": self.num_heads, "key/value heads": self.num_kv_heads}
         sizes |= {"feed-forward size": self.ffn_size} if dense else {}
         sizes |= {"shared expert's size": self.experts.shared_ffn_size} if self.experts is not None else {}
+        sizes |= {} if self.delta is None else {"key heads of the delta net": self.delta.key_heads}
         for what, value in sizes.items():
             if value % size:
                 raise ValueError(
@@ -143,6 +168,12 @@ class ModelSpec:
                 f"{key}.context={context}, but the {self.model_type} model has sliding windows or a learned term in "
                 "its softmax, which Transformer Engine's ring attention does not have; expected 1: use "
                 f"{key}.tensor or {key}.pipeline"
+            )
+        if context > 1 and self.delta is not None and self.delta.key_heads % (tensor * context):
+            raise ValueError(
+                f"{key}.context={context} with {key}.tensor={tensor} does not divide the {self.delta.key_heads} key "
+                "heads of the delta net, which tensor and context ranks share; choose a divisor of "
+                f"{self.delta.key_heads}"
             )
 
     def check_expert_parallel(self, expert: int, expert_tensor: int, key: str) -> None:
@@ -211,6 +242,10 @@ class Form:
     """
 
     axis: int | None = None
+
+    def sections(self, spec: ModelSpec) -> tuple[tuple[str, int], ...]:
+        """(Name, rows) of the parts that a Megatron checkpoint holds one by one; empty: it holds one tensor."""
+        return ()
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """Joins the HF tensors; by default there is one, which is returned unchanged."""

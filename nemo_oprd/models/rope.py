@@ -32,8 +32,9 @@ _SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
 }
 KINDS = tuple(_SETTINGS)
-# of every kind
+# of every kind; those of several position axes (of pictures) have no effect on text, whose axes all count the tokens
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_AXES = {"mrope_section", "mrope_interleaved"}
 # transformers' defaults
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 # kinds that transformers has, and why no family has them here
@@ -128,6 +129,7 @@ def parse_rope(
     kinds: tuple[str, ...] = KINDS,
     default_theta: float | None = None,
     partial: bool = False,
+    axes: bool = False,
 ) -> Rope:
     """Parses both spellings: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters` (transformers 5).
 
@@ -135,6 +137,7 @@ def parse_rope(
         kinds: the kinds that the family supports.
         default_theta: the base if the config has none; None if a missing base is an error.
         partial: whether the family supports partial rotary embeddings.
+        axes: whether the family's settings divide the channels among position axes, which are alike in text.
 
     Raises:
         ValueError: an unsupported kind, unsupported partial rotary embeddings, missing, unknown or wrong values, or
@@ -150,7 +153,7 @@ def parse_rope(
             raise ValueError(f"{source}: rope_parameters and rope_scaling contradict each other; keep one of them")
         settings.update(given)
     kind = _kind(settings)
-    _refuse_unknown(kind, settings, source)
+    _refuse_unknown(kind, {name: settings[name] for name in settings.keys() - (_AXES if axes else set())}, source)
     share = settings.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     share = 1.0 if share is None else number("partial_rotary_factor", share, source)
     if share != 1.0 and not partial:

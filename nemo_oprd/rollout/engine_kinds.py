@@ -17,6 +17,7 @@ from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.megatron_bridge.provider import BRIDGE
 from nemo_oprd.rollout.vllm.endpoint import check_endpoints
 from nemo_oprd.rollout.vllm.launch import check_flags, check_head_size, check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
@@ -105,23 +106,26 @@ def make_engine(
     return kind.build(config, spec, directory, ranks, eos_ids, vocab_limit)
 
 
-def _check_family(_: RolloutConfig, spec: ModelSpec) -> None:
-    if not spec.family.own:
+def _check_family(rollout: RolloutConfig, spec: ModelSpec) -> None:
+    if not spec.family.own and rollout.expert > 1:
         raise ValueError(
-            f"rollout.engine=megatron: the in-process engine has no {spec.model_type} models, which Megatron-Bridge "
-            "builds; expected another engine: set rollout.engine=vllm, or rollout.replay=FILE"
+            f"rollout.expert={rollout.expert}, but the in-process engine samples {spec.model_type} models, which "
+            "Megatron-Bridge builds, without a cache and each rank by itself; expected 1: remove rollout.expert, or "
+            "set rollout.engine=vllm"
         )
 
 
 def _build_in_process(
-    config: Config, spec: ModelSpec, _: Path, ranks: Layout, eos_ids: tuple[int, ...], vocab_limit: int | None
+    config: Config, spec: ModelSpec, directory: Path, ranks: Layout, eos_ids: tuple[int, ...], vocab_limit: int | None
 ) -> RolloutEngine:
     from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
-    precision, router_dtype = config.precision, config.student.router_dtype
-    return MegatronEngine(
-        config.rollout, spec, ranks, eos_ids, vocab_limit, precision=precision, router_dtype=router_dtype
-    )
+    given: dict[str, Any] = {"precision": config.precision, "router_dtype": config.student.router_dtype}
+    if not spec.family.own:
+        from nemo_oprd.models.megatron_bridge.build import make_provider
+
+        given["provider"] = make_provider("rollout.engine=megatron: provider", BRIDGE, directory)
+    return MegatronEngine(config.rollout, spec, ranks, eos_ids, vocab_limit, **given)
 
 
 def _check_vllm(rollout: RolloutConfig, spec: ModelSpec) -> None:

@@ -6,9 +6,13 @@ loop. Several ranks are started by torchrun.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +61,49 @@ EXPERT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_SIGMOID, **_LATENT, "rms_norm_eps": 1e-5}),
 }  # fmt: skip
+_DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+_SHARED_EXPERT = {
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+# Gated delta nets, more values than keys; gated attention in layers that no single number describes; a quarter of the
+# channels rotated, in one of them with the keys for several position axes; a shared expert with a gate; in the last one
+# the delta net's projections in another order, and experts' weights that are not divided by their sum.
+HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        {
+            **_DELTA,
+            "rope_parameters": {**_DELTA["rope_parameters"], "mrope_section": [1, 1, 0], "mrope_interleaved": True},
+        },
+    ),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_DELTA, **_SHARED_EXPERT}),
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_SHARED_EXPERT, "norm_topk_prob": False}),
+}
+# windows of four tokens and a RoPE of their own in all layers but every sixth, whose RoPE is scaled; norms behind
+# attention and feed-forward block; embeddings times a number that is not one of float32
+WINDOWED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            },
+        },
+    ),
+}  # fmt: skip
+# families with models of six and seven layers
+DEEP_FAMILIES = tuple(WINDOWED_FAMILIES)
+SPECIAL_FAMILIES = {**EXPERT_FAMILIES, **HYBRID_FAMILIES, **WINDOWED_FAMILIES}
+# whose in-process samples are compared: windows and sinks, narrow states, delta nets, norms behind blocks
+SAMPLED_FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_5_text", "gemma3_text")
+LAYER_TYPES = {3: ["linear_attention", "full_attention", "linear_attention"]}
+LAYER_TYPES[4] = ["linear_attention", *LAYER_TYPES[3]]
 # ids 0 to 60, as in the golden rollouts; an odd number of layers
 COMMON = {
     "vocab_size": 61,
@@ -71,19 +118,27 @@ COMMON = {
 }
 
 
+# to the weights of their norms, but for that of a delta net
+ADD_ONE = ("gemma", "nemotron", *HYBRID_FAMILIES, *WINDOWED_FAMILIES)
+
+
 def make_models(directory: str, families: list[str]) -> None:
-    """DIRECTORY/FAMILY/student of three layers and DIRECTORY/FAMILY/teacher of four, with random weights."""
+    """DIRECTORY/FAMILY/student of three layers, or six, and DIRECTORY/FAMILY/teacher of one more; random weights."""
     import transformers
 
     for family in families:
-        config, settings = {**FAMILIES, **EXPERT_FAMILIES}[family]
-        for role, layers in (("student", 3), ("teacher", 4)):
+        config, settings = {**FAMILIES, **SPECIAL_FAMILIES}[family]
+        depth = 6 if family in DEEP_FAMILIES else 3
+        for role, layers in (("student", depth), ("teacher", depth + 1)):
             torch.manual_seed(layers)
-            made = getattr(transformers, config)(**COMMON | settings, num_hidden_layers=layers)
+            kinds = {"layer_types": LAYER_TYPES[layers]} if family in HYBRID_FAMILIES else {}
+            made = getattr(transformers, config)(**COMMON | settings | kinds, num_hidden_layers=layers)
             model = transformers.AutoModelForCausalLM.from_config(made)
             for name, parameter in model.named_parameters():
                 torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.2)
-                if "norm" in name and family not in ("gemma", "nemotron"):  # these two add 1 to the stored weight
+                if family in WINDOWED_FAMILIES and name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.data *= 0.03  # so that the epsilon of the norm behind it is not lost in rounding
+                if "norm" in name and not (family in ADD_ONE and "linear_attn" not in name):
                     parameter.data += 1
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
@@ -147,8 +202,12 @@ def verify_and_train(runs: dict[str, list[str]], trained: list[list[str]]) -> No
 
 def one_process(models: str, directory: str, cases: dict[str, list[str]]) -> None:
     """DIRECTORY/FAMILY/back, and the messages in DIRECTORY/wrong.json and DIRECTORY/refused.json."""
-    convert_experts(models, directory)
+    convert_special(models, directory)
+    convert_tower(models, directory)
     built_wrongly(models, f"{directory}/wrong.json")
+    planted(models, directory)
+    samples(models, f"{directory}/samples.json")
+    counts(models, f"{directory}/counts.json")
     refusals(cases, f"{directory}/refused.json", ranks=2)
 
 
@@ -189,16 +248,39 @@ def convert(models: str, directory: str) -> None:
             save_file({"logits": logits.contiguous()}, root / "loaded.safetensors")
 
 
-def convert_experts(models: str, directory: str) -> None:
-    """Students with experts: to a Megatron checkpoint and back."""
+def convert_special(models: str, directory: str) -> None:
+    """Students with special parts: to a Megatron checkpoint and back."""
     from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
     from nemo_oprd.models.megatron_bridge.provider import find_family
 
-    for family in EXPERT_FAMILIES:
+    for family in SPECIAL_FAMILIES:
         source, root = Path(models) / family / "student", Path(directory) / family
         kind = find_family("bridge", hf_path=str(source))
         hf_to_megatron(source, root / "ours", tensor=1 if family == "olmoe" else 2, family=kind, progress=False)
         megatron_to_hf(root / "ours", root / "back", family=kind, progress=False)
+
+
+def convert_tower(models: str, directory: str) -> None:
+    """DIRECTORY/tower/back, of the Qwen3.5 student as the language model of a model for text and pictures."""
+    from safetensors.torch import load_file, save_file
+
+    from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+
+    student, root = Path(models) / "qwen3_5_moe_text" / "student", Path(directory) / "tower"
+    (root / "whole").mkdir(parents=True)
+    text = json.loads((student / "config.json").read_text())
+    whole = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    (root / "whole" / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(student / "model.safetensors").items()
+    }
+    tensors |= {"model.visual.pos_embed.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    save_file(tensors, root / "whole" / "model.safetensors")
+    kind = find_family("bridge", hf_path=str(root / "whole"))
+    hf_to_megatron(root / "whole", root / "ours", tensor=2, family=kind, progress=False)
+    megatron_to_hf(root / "ours", root / "back", family=kind, progress=False)
 
 
 def built_wrongly(models: str, output: str) -> None:
@@ -224,13 +306,166 @@ def _message_with(models: str, family: str, field: str, value: Any, build: Any) 
     directory = Path(models) / family / "student"
     init_distributed()
     spec = read_model_spec(directory, find_family("bridge", hf_path=str(directory)))
-    provider = build.make_provider("student.provider", "bridge", directory)
+    provider = copy.copy(build.make_provider("student.provider", "bridge", directory))  # it is kept
     setattr(provider, field, value)
     try:
         build.build_from_provider(provider, spec, make_role("student", Layout()), torch.float32)
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def planted(models: str, directory: str) -> None:
+    """DIRECTORY/planted.json: "FAMILY FAULT" -> the canary's line of the student with the fault; "FAMILY right"."""
+    from nemo_oprd.config.loading import load_config
+    from nemo_oprd.models.canary.layer_by_layer import layered_states
+    from nemo_oprd.setup import canary
+    from nemo_oprd.setup.models import build_distiller, make_plan
+    from nemo_oprd.setup.resolve import resolve
+
+    os.environ["XDG_CACHE_HOME"] = f"{directory}/cache"
+    # in this process, which has imported what takes the longest
+    canary.reference_states = functools.cache(
+        lambda where, prompts, dtype: layered_states(Path(where), [list(ids) for ids in prompts], dtype)
+    )
+    theirs = canary.canary_prompts
+    canary.canary_prompts = lambda *sizes: tuple(map(tuple, theirs(*sizes)))
+    found = {}
+    for family in FAULTS:
+        roles = [f"{role}.hf_path={models}/{family}/{role}" for role in ("student", "teacher")]
+        providers = ["student.provider=bridge", "teacher.provider=bridge"]
+        replay = f"rollout.replay={Path(__file__).parent.parent}/golden/rollouts.jsonl"
+        plan = make_plan(resolve(load_config("verify", [*roles, *providers, replay, "output=out"]), 1))
+        distiller = build_distiller(plan)
+        for fault, plant in [*FAULTS[family].items(), ("right", lambda _: nullcontext())]:  # which is kept
+            with torch.no_grad(), plant(distiller.student.chunks[0].decoder.layers):
+                found[f"{family} {fault}"] = next(iter(canary.prove_models(plan, distiller))).line
+    Path(directory, "planted.json").write_text(json.dumps(found))
+
+
+@contextmanager
+def _weight(weight: torch.Tensor, changed: torch.Tensor) -> Iterator[None]:
+    kept = weight.clone()
+    weight.copy_(changed)
+    yield
+    weight.copy_(kept)
+
+
+@contextmanager
+def _attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    yield
+    setattr(module, name, kept)
+
+
+def _q_and_gate(layers: Any) -> Any:
+    """Queries and gates of each group of heads change places."""
+    weight = layers[1].self_attention.linear_qkv.weight
+    parts = weight.unflatten(0, (2, 6, 16))  # groups; two queries, two gates, key and value; channels
+    return _weight(weight, parts[:, [2, 3, 0, 1, 4, 5]].flatten(0, 2))
+
+
+def _head_permuted(layers: Any) -> Any:
+    """The gates of the first two value heads of the delta net change places."""
+    weight = layers[0].self_attention.in_proj.weight
+    changed = weight.clone()  # 32 rows of queries, 32 of keys, 64 of values
+    changed[128:136], changed[136:144] = weight[136:144], weight[128:136]
+    return _weight(weight, changed)
+
+
+def _rotary_share(layers: Any) -> Any:
+    """Half of the channels are rotated."""
+    attention = layers[1].self_attention
+    theirs = attention.forward
+
+    def forward(*args: Any, rotary_pos_emb: Any, **kwargs: Any) -> Any:
+        both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+        wider = tuple(torch.cat([part, part], -1) for part in both)
+        return theirs(*args, rotary_pos_emb=wider, **kwargs)
+
+    return _attribute(attention, "forward", forward)
+
+
+def _window(change: int) -> Any:
+    def plant(layers: Any) -> Any:
+        attention = layers[0].self_attention.core_attention
+        return _attribute(attention, "left", attention.left + change)
+
+    return plant
+
+
+def _no_sinks(layers: Any) -> Any:
+    offset = layers[0].self_attention.core_attention.softmax_offset
+    return _weight(offset, torch.full_like(offset, -1e4))
+
+
+# family -> fault -> what plants it into the layers and takes it back
+FAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "q and gate": _q_and_gate,
+        "one head permuted": _head_permuted,
+        "w as if it were w - 1": lambda layers: _attribute(
+            layers[0].self_attention.out_norm, "zero_centered_gamma", True
+        ),
+        "rotary share": _rotary_share,
+    },
+    "gpt_oss": {"no sinks": _no_sinks, "window longer": _window(1)},
+    "gemma3_text": {
+        "window shorter": _window(-1),
+        # as Megatron-Bridge 0.6.2 builds it
+        "epsilon": lambda layers: _attribute(layers[0].self_attention.linear_proj.post_layernorm, "eps", 1e-5),
+    },
+}
+
+
+# short prompts of several lengths, and one response that may have fewer tokens
+PROMPTS = ([5], [7, 8, 9, 10, 11], [20, 3])
+LIMITS = (12, 12, 4)
+
+
+def samples(models: str, output: str) -> None:
+    """FAMILY -> the most likely tokens after `PROMPTS`, and one more sample that is not greedy, twice."""
+    from nemo_oprd.config.rollout_schema import RolloutConfig
+    from nemo_oprd.layout import Layout
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.models.megatron_bridge.build import make_provider
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.rollout.engine import Request, SamplingParams
+    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+
+    init_distributed()
+    found = {}
+    for family in SAMPLED_FAMILIES:
+        directory = Path(models) / family / "student"
+        spec = read_model_spec(directory, find_family("bridge", hf_path=str(directory)))
+        provider = make_provider("student.provider", "bridge", directory)
+        rollout = RolloutConfig(max_batch=2)
+        engine = MegatronEngine(rollout, spec, Layout(), (1,), precision="fp32", provider=provider)
+        engine.load(HFCheckpoint(directory).__getitem__, str(directory))
+        requests = [Request(list(ids), most=most) for ids, most in zip(PROMPTS, LIMITS, strict=True)]
+        calls = [SamplingParams(temperature, 1.0, 12, (3,)) for temperature in (0.0, 1.0, 1.0)]
+        found[family] = [[list(map(int, r.response_ids)) for r in engine.generate(requests, each)] for each in calls]
+    Path(output).write_text(json.dumps(found))
+
+
+def counts(models: str, output: str) -> None:
+    """FAMILY -> (the parameters that `plan` counts, those of the student's file)."""
+    from nemo_oprd.commands.plan.parameters import model_parameters
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.models.weights.hf import HFCheckpoint
+
+    found = {}
+    for family in SPECIAL_FAMILIES:
+        directory = Path(models) / family / "student"
+        spec = read_model_spec(directory, find_family("bridge", hf_path=str(directory)))
+        checkpoint = HFCheckpoint(directory)
+        names = [name for name in checkpoint.keys() if not name.endswith("e_score_correction_bias")]  # noqa: SIM118
+        found[family] = model_parameters(spec), sum(checkpoint[name].numel() for name in names)
+    Path(output).write_text(json.dumps(found))
 
 
 def refusals(cases: dict[str, list[str]], output: str, ranks: int = 1) -> None:

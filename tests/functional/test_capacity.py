@@ -8,9 +8,10 @@ import pytest
 import torch
 from pool import Pools
 
+from nemo_oprd.commands.plan.attention_kinds import all_attention_flops
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
-from nemo_oprd.commands.plan.operations import attention_flops, step_flops
+from nemo_oprd.commands.plan.operations import step_flops
 from nemo_oprd.commands.plan.rollout_cost import Demand, rollout_copy, sample
 from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
@@ -135,7 +136,7 @@ def test_operations_are_those_of_a_step(pools: Pools, models: Path, settings: li
     measured = pools[1].run("capacity_cases:step_operations", overrides=arguments)
     # torch does not count attention's fused kernel on CPUs
     tokens = RESPONSES * (PROMPT + RESPONSE)
-    attention = tokens * SHAPE.num_hidden_layers * attention_flops(work.student, PROMPT + RESPONSE, causal=False)
+    attention = tokens * all_attention_flops(work.student, SHAPE.num_hidden_layers, PROMPT + RESPONSE, causal=False)
     passes = 4 if FULL in settings else 3
     assert found.teacher - attention == pytest.approx(measured["teacher"], rel=0.01)
     assert found.update - passes * attention == pytest.approx(measured["update"], rel=0.01)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_oprd.commands.plan.attention_kinds import delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
@@ -52,11 +53,18 @@ def feed_forward_values(spec: ModelSpec, layout: Layout, kept_by: Layers = "tran
     return sparse if all(spec.experts.sparse) else max(dense, sparse)
 
 
+def attention_widths(spec: ModelSpec, tensor: int) -> tuple[float, float]:
+    """Channels of the queries, and of keys or values, on one of `tensor` ranks; of latent attention for every head."""
+    if spec.latent is not None:
+        return (spec.num_heads * (spec.latent.plain + spec.latent.rotated) / tensor,) * 2
+    return spec.num_heads * spec.head_dim / tensor, spec.num_kv_heads * spec.head_dim / tensor
+
+
 def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layers) -> LayerBytes:
     """The bytes per token of a student's layer, if its loss is injected at its output."""
     t, e = layout.tensor, value_bytes
     d = spec.hidden_size / (t if layout.sequence else 1)
-    q, kv = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
+    q, kv = attention_widths(spec, t)
     f, heads = feed_forward_values(spec, layout, layers) / 5, spec.num_heads / t
     if layers == "transformer_engine":
         norms = 4 * d * e  # the inputs and the outputs of both norms
@@ -74,7 +82,11 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
         # keys and values of the whole sequence, for every query head
         qkv = q * e + (2 * layout.context + 1) * q * e
     attention = qkv + q * e  # and its output
-    if spec.qk_norm:
+    if spec.output_gate:
+        attention += 3 * q * e  # the gate, what the sigmoid makes of it, and their product
+    if spec.latent is not None:  # the narrow states before and after their norms
+        attention += 2 * (spec.latent.query_rank + spec.latent.key_rank) * e
+    if spec.qk_norm and spec.latent is None:
         attention += 4 * (heads + spec.num_kv_heads / t)
         if layers == "transformer_engine":  # the inputs of both norms
             attention += (q + kv) * e
@@ -82,6 +94,8 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
             attention += (q + kv) * ((4 if layers == "cpu" else e) + e)
             # in float32 the keys before their norm are a part of the whole product, which stays
             attention += (q + kv) * e if e == 4 or layers != "cpu" else 0
+    # of the larger kind of layer; a delta net saves no logarithms, and its input is the norm's output
+    attention = max(attention, delta_net_values(spec) / t * e)
     mlp = 5 * f * e  # both products of the first layer, what the activation makes of them, and their product
     # selective: the inputs of attention stay, and the values among them keep the whole product they are a part of
     saved = (lse if layers == "transformer_engine" else core) - (q + kv) * e

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nemo_oprd.commands.plan.activations import (
+    attention_widths,
     feed_forward_values,
     kept_bytes,
     layer_bytes,
     microbatches_in_flight,
     transient_bytes,
 )
+from nemo_oprd.commands.plan.attention_kinds import delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import Workload
@@ -302,6 +304,6 @@ def teacher_forward(work: Workload, teacher: Layout) -> float:
 def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
     """Bytes per token that a forward pass without gradients has alive at a time: in the MLP or attention of a layer."""
     d = spec.hidden_size / (layout.tensor if layout.sequence else 1)
-    q, kv = (heads * spec.head_dim / layout.tensor for heads in (spec.num_heads, spec.num_kv_heads))
-    attention = 2 * d + 5 * q + 6 * kv
+    q, kv = attention_widths(spec, layout.tensor)
+    attention = 2 * d + max((7 if spec.output_gate else 5) * q + 6 * kv, delta_net_values(spec) / layout.tensor)
     return value_bytes * max(3 * d + feed_forward_values(spec, layout), attention)

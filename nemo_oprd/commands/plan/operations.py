@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_oprd.commands.plan.attention_kinds import all_attention_flops, attention_parameters
 from nemo_oprd.commands.plan.memory import student_parameters
 from nemo_oprd.commands.plan.parameters import model_parameters
 from nemo_oprd.commands.plan.workload import Workload
@@ -18,21 +19,13 @@ def layers_flops(spec: ModelSpec, depth: int) -> float:
 
 def layer_flops(spec: ModelSpec, layer: int) -> float:
     """Operations per token of the matrix products with weights of layer `layer` (1-based), forward."""
-    d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    d = spec.hidden_size
     block = (3 if spec.gated else 2) * d * spec.ffn_size
     if spec.is_sparse(layer):
         assert spec.experts is not None
-        block = d * spec.experts.count + 3 * d * spec.experts.ffn_size * spec.experts.per_token
-    return 2.0 * (d * (q + 2 * kv) + q * d + block)
-
-
-def attention_flops(spec: ModelSpec, length: float, *, causal: bool = True) -> float:
-    """Operations per token of attention in one layer, in a sequence of `length` tokens.
-
-    Args:
-        causal: count the half of the square that a causal kernel computes; False counts the whole square.
-    """
-    return 4.0 * spec.num_heads * spec.head_dim * length * (0.5 if causal else 1.0)
+        experts = spec.experts
+        block = d * experts.count + 3 * d * (experts.ffn_size * experts.per_token + experts.shared_ffn_size)
+    return 2.0 * (attention_parameters(spec, layer).products + block)
 
 
 def head_flops(spec: ModelSpec) -> float:
@@ -60,7 +53,7 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
     tokens = float(work.responses * length)
 
     def forward(model: ModelSpec, depth: int) -> float:
-        return tokens * (layers_flops(model, depth) + depth * attention_flops(model, length, causal=causal))
+        return tokens * (layers_flops(model, depth) + all_attention_flops(model, depth, length, causal=causal))
 
     output = float(work.responses * work.output_rows)
     again = 1.0 if work.config.student.recompute == "full" else 0.0
@@ -78,8 +71,8 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
         ):  # the student's rank multiplies these states with the teacher's head
             update += share * output * head_flops(each.spec)
     sampled = float(work.responses * (work.prompt + work.response))
-    attention = attention_flops(spec, work.prompt + work.response)
-    per_token = layers_flops(spec, spec.num_layers) + spec.num_layers * attention
+    attention = all_attention_flops(spec, spec.num_layers, work.prompt + work.response)
+    per_token = layers_flops(spec, spec.num_layers) + attention
     sampling = sampled * per_token + work.responses * work.response * head_flops(spec)
     return StepFlops(sampling, teacher, update * work.config.train.updates_per_rollout)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from nemo_oprd.commands.plan.attention_kinds import attention_parameters, is_delta_net
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 
@@ -38,14 +39,14 @@ def norm_parameters(spec: ModelSpec) -> int:
 
 def layer_parameters(spec: ModelSpec, layer: int, tensor: int = 1) -> int:
     """Parameters of transformer layer `layer` (1-based) on one of `tensor` tensor ranks, without those of experts."""
-    d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    split = (q + 2 * kv) * d + q * d
-    if spec.qkv_bias:
-        split += q + 2 * kv
-    whole = 2 * norm_parameters(spec) + (d if spec.proj_bias else 0) + (2 * spec.head_dim if spec.qk_norm else 0)
+    d, attention, experts = spec.hidden_size, attention_parameters(spec, layer), spec.experts
+    split = attention.split
+    whole = attention.whole + (4 if spec.post_norms else 2) * norm_parameters(spec)
     if spec.is_sparse(layer):
-        assert spec.experts is not None
-        whole += spec.experts.count * d  # the router
+        assert experts is not None
+        whole += experts.count * (d + (1 if experts.biases else 0))  # the router
+        split += 3 * experts.shared_ffn_size * d
+        whole += d if experts.shared_gate else 0
     else:
         split += (3 if spec.gated else 2) * spec.ffn_size * d
     return split // tensor + whole
@@ -56,14 +57,15 @@ def expert_parameters(spec: ModelSpec, layer: int) -> int:
     if not spec.is_sparse(layer):
         return 0
     assert spec.experts is not None
-    return spec.experts.count * 3 * spec.experts.ffn_size * spec.hidden_size
+    biases = 2 * spec.experts.ffn_size + spec.hidden_size if spec.experts.biases else 0
+    return spec.experts.count * (3 * spec.experts.ffn_size * spec.hidden_size + biases)
 
 
 def _of_layers(spec: ModelSpec, layers: list[int], parameters: Callable[[ModelSpec, int], int]) -> int:
-    """The sum of `parameters` over some layers, which are of two kinds at most."""
-    kinds = Counter(spec.is_sparse(layer) for layer in layers)
-    examples = {spec.is_sparse(layer): layer for layer in layers}
-    return sum(count * parameters(spec, examples[sparse]) for sparse, count in kinds.items())
+    """The sum of `parameters` over some layers, which are of few kinds."""
+    kinds = Counter((spec.is_sparse(layer), is_delta_net(spec, layer)) for layer in layers)
+    examples = {(spec.is_sparse(layer), is_delta_net(spec, layer)): layer for layer in layers}
+    return sum(count * parameters(spec, examples[kind]) for kind, count in kinds.items())
 
 
 def model_parameters(spec: ModelSpec) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from nemo_oprd.commands.plan.attention_kinds import all_attention_flops
 from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
 from nemo_oprd.commands.plan.memory import forward_bytes
+from nemo_oprd.commands.plan.operations import layers_flops
 from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
 from nemo_oprd.commands.plan.workload import Workload
-from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
+from nemo_oprd.config.memory_bounds import CACHE_SHARE, UNCACHED_TOKENS, cache_bytes_per_token, state_bytes
 from nemo_oprd.layout import Layout
 from nemo_oprd.rollout.engine_kinds import ENGINES, EngineKind, Groups
 
@@ -102,22 +104,24 @@ def _in_process(
     """`Sampling`'s (at_a_time, parts, problem)."""
     rollout, spec = work.config.rollout, work.student
     length = min(work.prompt + demand.longest, spec.max_positions)
-    per_token = cache_bytes_per_token(spec, rollout.tensor, work.value_bytes)
+    layout = Layout(tensor=rollout.tensor, expert=rollout.expert)
+    forward, draw = forward_bytes(spec, layout, work.value_bytes), float(spec.padded_vocab(rollout.tensor) * DRAW_BYTES)
     budget = rollout.max_cache_tokens
-    tokens = int(CACHE_SHARE * max(0.0, left) / per_token) if budget == "auto" else int(budget)
+    if spec.family.own:
+        per_token = cache_bytes_per_token(spec, rollout.tensor, work.value_bytes)
+        tokens = int(CACHE_SHARE * max(0.0, left) / per_token) if budget == "auto" else int(budget)
+    else:
+        tokens = UNCACHED_TOKENS if budget == "auto" else int(budget)
     batch = max(1, min(_per_group(demand, groups), rollout.max_batch, tokens // length))
-    parts = {
-        "KV cache": float(batch * length * per_token),
-        "prompts and logits": batch
-        * max(
-            work.prompt * forward_bytes(spec, Layout(tensor=rollout.tensor, expert=rollout.expert), work.value_bytes),
-            float(spec.padded_vocab(rollout.tensor) * DRAW_BYTES),
-        ),
-    }
+    if spec.family.own:
+        cached = float(batch * length * per_token)
+        parts = {"KV cache": cached, "prompts and logits": batch * max(work.prompt * forward, draw)}
+    else:
+        parts = {"forward passes of whole sequences": batch * max(length * forward, draw)}
     problem = None
     if sum(parts.values()) > left:
         problem = (
-            f"{sum(parts.values()) / 1e9:.1f} GB of KV cache and logits for {batch} response(s) of {length:,} tokens "
+            f"{sum(parts.values()) / 1e9:.1f} GB of {' and '.join(parts)} for {batch} response(s) of {length:,} tokens "
             f"do not fit into the {max(left, 0) / 1e9:.1f} GB that are left: lower {demand.key}, "
             f"rollout.max_cache_tokens ({budget}) or rollout.max_batch ({rollout.max_batch}), or raise rollout.tensor"
         )
@@ -140,15 +144,17 @@ def _with_servers(
     weights = model_parameters(spec) * work.value_bytes / groups.gpus
     length = min(work.prompt + demand.longest, spec.max_positions)
     per_token = cache_bytes_per_token(spec, groups.gpus, work.value_bytes)
-    cached = max(0.0, share - weights - ASSUMED.reserve) / per_token
+    fixed = state_bytes(spec, groups.gpus, work.value_bytes, length)
+    room = max(0.0, share - weights - ASSUMED.reserve)
     # a server admits responses as their caches grow; on average a cache is half as long as at the end
-    admitted = int(cached / (work.prompt + demand.mean / 2))
+    admitted = int(room / ((work.prompt + demand.mean / 2) * per_token + fixed))
     batch = max(1, min(_per_group(demand, groups), work.config.rollout.max_batch, admitted))
     problem = None
-    if cached < length:
+    if room < length * per_token + fixed:
+        cached = int(max(0.0, room - fixed) / per_token)
         problem = (
             f"a server's {share / 1e9:.1f} GB ({kind.key}.gpu_memory_utilization={groups.memory}) hold "
-            f"{weights / 1e9:.1f} GB of weights and {int(cached):,} cached tokens, but one response has {length:,}: "
+            f"{weights / 1e9:.1f} GB of weights and {cached:,} cached tokens, but one response has {length:,}: "
             f"raise it, or {kind.key}.tensor"
         )
     return batch, {f"{kind.label} server": share} if groups.placement == "colocated" else {}, problem
@@ -162,9 +168,13 @@ def _token_seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, groups:
     """
     spec, e = work.student, work.value_bytes
     weights = model_parameters(spec) * e / groups.gpus
-    cache = batch * (work.prompt + demand.mean) / 2 * cache_bytes_per_token(spec, groups.gpus, e)
+    half = (work.prompt + demand.mean) / 2
+    cache = batch * (half * cache_bytes_per_token(spec, groups.gpus, e) + state_bytes(spec, groups.gpus, e, int(half)))
     token = (weights + cache) / (gpu.bandwidth * ASSUMED.bandwidth)
-    if ENGINES[work.config.rollout.engine].in_process:
+    if ENGINES[work.config.rollout.engine].in_process and not spec.family.own:
+        again = batch * half * (layers_flops(spec, spec.num_layers) + all_attention_flops(spec, spec.num_layers, half))
+        token = max(token, again / groups.gpus / (gpu.flops * ASSUMED.compute))
+    elif ENGINES[work.config.rollout.engine].in_process:
         token = max(token, spec.num_layers * DECODE_OPERATIONS * ASSUMED.launch)
     else:
         token += ASSUMED.server_token

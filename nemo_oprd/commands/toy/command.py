@@ -12,9 +12,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts", type=int, default=0, metavar="N", help="a Qwen3-MoE with N experts per layer; 0 (default): a Qwen2"
     )
+    parser.add_argument(
+        "--family",
+        default="",
+        metavar="NAME",
+        help="qwen3_5 or gpt_oss, whose models provider=bridge trains; default: a Qwen2",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     from nemo_oprd.commands.toy.pair import make_pair
 
-    make_pair(Path(options.output), seed=options.seed, experts=options.experts)
+    make_pair(Path(options.output), seed=options.seed, experts=options.experts, family=options.family)

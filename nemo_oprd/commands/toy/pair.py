@@ -1,6 +1,6 @@
 """Makes the toy pair in one supervised run of a small model: an intermediate step is the student, the last the teacher.
 
-The model is a Qwen2, or a Qwen3-MoE if experts are asked for.
+The model is a Qwen2, a Qwen3-MoE if experts are asked for, or of one of the families that Megatron-Bridge builds.
 
 The training is plain single-process PyTorch on Hugging Face's model, so that the models to distil do not depend on the
 code that distils them. The learning rate decays, because at a constant rate the accuracy jumps from step to step. The
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -55,7 +56,8 @@ EVALUATE_EVERY = 100
 class Recipe:
     """All settings of the pair.
 
-    `student_step` None: the student is chosen by accuracy (see the module docstring). `experts` 0: no experts.
+    `student_step` None: the student is chosen by accuracy (see the module docstring). `experts` 0: no experts. `family`
+    "" is Qwen2 or Qwen3-MoE.
     """
 
     seed: int
@@ -74,6 +76,7 @@ class Recipe:
     tune_prompts: int = 200
     heldout_prompts: int = 500
     experts: int = 0
+    family: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that would fail late or silently."""
@@ -91,6 +94,11 @@ class Recipe:
                 f"student_step={self.student_step}, steps={self.steps}; expected a student_step from 1 to steps - 1, "
                 "because the teacher is the model after the last step"
             )
+        if self.family not in ("", *FAMILIES) or (self.family and self.experts):
+            raise ValueError(
+                f"family={self.family!r}, experts={self.experts}; expected one of {', '.join(FAMILIES)} without "
+                "experts, or none"
+            )
         if self.experts and self.experts < EXPERTS_PER_TOKEN:
             raise ValueError(
                 f"experts={self.experts}: expected 0, for a model without experts, or at least {EXPERTS_PER_TOKEN}, "
@@ -98,10 +106,11 @@ class Recipe:
             )
 
     def settings(self) -> dict[str, Any]:
-        """The settings as toy.json records them, with lists for tuples, and `experts` only where there are any."""
+        """The settings as toy.json records them, with lists for tuples; `experts` and `family` only where given."""
         settings = {"recipe_version": RECIPE_VERSION, **asdict(self)}
-        if not self.experts:
-            del settings["experts"]
+        for name in ("experts", "family"):
+            if not settings[name]:
+                del settings[name]
         return json.loads(json.dumps(settings))
 
     def learning_rate_at(self, step: int) -> float:
@@ -120,6 +129,7 @@ def make_pair(
     layers: int = 4,
     hidden: int = 128,
     experts: int = 0,
+    family: str = "",
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Trains the pair; writes `student/`, `teacher/`, `prompts/{train,tune,heldout}.jsonl` and `toy.json` in `output`.
@@ -131,6 +141,7 @@ def make_pair(
         student_step: the step whose model is the student; None chooses the first that solves `STUDENT_ACCURACY` of the
             tune set.
         experts: experts of each layer of a Qwen3-MoE, of which each token visits 2; 0 for a Qwen2 without experts.
+        family: one of `FAMILIES`, which provider=bridge trains; "" for the above.
 
     Returns:
         The contents of toy.json: `settings`, `student_step`, and for each model `accuracy` (fraction of the held-out
@@ -139,7 +150,9 @@ def make_pair(
     Raises:
         ValueError: an argument is out of range, `output` holds other files, or no student was found in `steps`.
     """
-    return build_pair(Recipe(seed, steps, student_step, layers, hidden, experts=experts), Path(output), log)
+    return build_pair(
+        Recipe(seed, steps, student_step, layers, hidden, experts=experts, family=family), Path(output), log
+    )
 
 
 def make_tiny_pair(
@@ -206,7 +219,9 @@ def new_model(recipe: Recipe) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model: PreTrainedModel
-        if recipe.experts:
+        if recipe.family:
+            model = AutoModelForCausalLM.from_config(FAMILIES[recipe.family](sizes, recipe, feed_forward))
+        elif recipe.experts:
             model = Qwen3MoeForCausalLM(
                 Qwen3MoeConfig(
                     **sizes,
@@ -223,6 +238,47 @@ def new_model(recipe: Recipe) -> PreTrainedModel:
             model = Qwen2ForCausalLM(Qwen2Config(**sizes, intermediate_size=feed_forward))
     model.generation_config = GenerationConfig(eos_token_id=task.EOS_ID, pad_token_id=task.PAD_ID)
     return model
+
+
+def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
+    """Gated delta nets with twice as many values as keys, and gated attention in every fourth layer and the last."""
+    from transformers import Qwen3_5TextConfig  # newer than what the rest of the pair needs
+
+    last = recipe.layers - 1
+    channels = recipe.hidden // HEADS
+    return Qwen3_5TextConfig(
+        **{name: value for name, value in sizes.items() if name != "use_sliding_window"},
+        head_dim=channels,
+        intermediate_size=feed_forward,
+        layer_types=["full_attention" if i in (3, last) else "linear_attention" for i in range(recipe.layers)],
+        linear_num_key_heads=KV_HEADS,
+        linear_num_value_heads=HEADS,
+        linear_key_head_dim=channels,
+        linear_value_head_dim=channels,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )
+
+
+def _gpt_oss(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
+    """Windows of 16 tokens in every other layer, learned terms in the softmax, four experts."""
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        **{name: value for name, value in sizes.items() if name != "use_sliding_window"},
+        head_dim=recipe.hidden // HEADS,
+        intermediate_size=feed_forward // EXPERTS_PER_TOKEN,
+        num_local_experts=2 * EXPERTS_PER_TOKEN,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        sliding_window=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+# families that Megatron-Bridge builds -> the config of a model with the toy's sizes
+FAMILIES: dict[str, Callable[[dict[str, Any], Recipe, int], Any]] = {
+    "qwen3_5": _qwen3_5,
+    "gpt_oss": _gpt_oss,
+}
 
 
 def training_batch(problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

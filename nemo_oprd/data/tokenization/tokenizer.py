@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_oprd.models.text_tower import language_model_config
 from nemo_oprd.runtime.files import read_json
 
 # The files of which a tokenizer may consist, in all formats in use; generation_config.json holds the stop ids.
@@ -230,7 +231,7 @@ def _eos_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     """The stop ids of the first file that names any, otherwise the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
-        value = _read_json(file).get("eos_token_id")
+        value = language_model_config(_read_json(file), str(file)).get("eos_token_id")
         if value is None or value == []:
             continue
         ids = value if isinstance(value, list) else [value]

@@ -32,6 +32,7 @@ from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.models import FAMILIES, parse_model_spec
+from nemo_oprd.models.canary.delta_rule import exact_delta_rule
 from nemo_oprd.models.families.moe import fused_name
 
 
@@ -46,6 +47,14 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
     student = _load(str(config.student.hf_path), dtype)
     # in the first update, a teacher that is the student has the weights that the student loads
     teachers = [_load(str(source.hf_path), dtype) for source in config.teacher_sources]
+    with exact_delta_rule(student, *teachers, dtype=dtype):
+        return _objective(config, rollouts, student, teachers, dtype)
+
+
+def _objective(
+    config: Config, rollouts: list[Rollout], student: Any, teachers: list[Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """As `reference`, of transformers' models."""
     loss = config.loss.representation
     distance = row_loss(loss)
     layers = _layers(loss.layers, student.config.num_hidden_layers)

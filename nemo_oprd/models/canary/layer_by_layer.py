@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from nemo_oprd.models.canary.delta_rule import exact_delta_rule
 from nemo_oprd.models.canary.reference import ReferenceStates
 
 _LISTS = ("layers", "h", "blocks")  # what transformers calls its lists of decoder layers
@@ -32,7 +33,8 @@ def layered_states(directory: Path, prompts: list[list[int]], dtype: str) -> Ref
     """
     model = _load(directory, getattr(torch, dtype))
     turns = _Turns(len(prompts), model.layered)
-    found = _run(model, turns, prompts)
+    with exact_delta_rule(model, dtype=model.dtype):
+        found = _run(model, turns, prompts)
     depth = len(model.layered.layers)
     for prompt in found:
         if len(prompt["hidden"]) != depth + 1:

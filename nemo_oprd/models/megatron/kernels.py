@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from nemo_oprd.models.megatron.delta_net import delta_net_kernels
+
 # the extension module that Apex builds for Megatron's own linear layers
 APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 
@@ -31,10 +33,11 @@ def accumulate_in_products(chunks: list[Any]) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
-def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any) -> dict[str, str]:
+def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net: bool = False) -> dict[str, str]:
     """What this process uses, by its purpose, for `layers` ("transformer_engine" or "local") of `dtype`.
 
-    `optimizer` is torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student.
+    `optimizer` is torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student. `delta_net`
+    says whether some of the layers have a gated delta net.
     """
     if layers == "transformer_engine":
         found = dict.fromkeys(("layers", "norm", "weight gradients"), "Transformer Engine")
@@ -44,6 +47,8 @@ def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any) -> dict[str,
             "norm": "torch.nn.functional.rms_norm",
             "weight gradients": "Apex" if apex_accumulates(dtype) else "a separate addition",
         }
+    if delta_net:
+        found["gated delta net"] = delta_net_kernels()
     if optimizer is not None:
         found["AdamW"] = type(optimizer).__module__.split(".")[0] + "." + type(optimizer).__name__
     return found

@@ -19,6 +19,8 @@ TE_NAMES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
 }
+# of a layer with a gated delta net; another part of the same layer has the name of TE_NAMES
+INPUT_NORM_OF_DELTA_NET = "self_attention.in_proj.layer_norm_weight"
 # added to a router's scores before it chooses experts; no gradient reaches it, and training leaves it as it is
 ROUTER_BIAS = "mlp.router.expert_bias"
 _TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}

@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 
 from nemo_oprd.models import ModelSpec, parse_model_spec, read_model_spec
 from nemo_oprd.models.megatron.pipeline_schedule import refuse_layer_bypasses
-from nemo_oprd.models.rope import Frequencies
+from nemo_oprd.models.rope import Frequencies, Rope
 
 # float32 powers may be rounded differently; another base or scaling differs by far more
 _SAME_FREQUENCY = 1e-5
@@ -113,15 +113,22 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if spec.latent is not None and len(model.decoder.layers):  # each layer has its own
         rotary = model.decoder.layers[0].self_attention.rotary_pos_emb
-    expected = spec.rope.frequencies(spec.rotary_dim)
+    _check_frequencies(model, rotary, spec, spec.rope)
+    if spec.local_rope is not None:
+        _check_frequencies(model, rotary.rope_local, spec, spec.local_rope)
+
+
+def _check_frequencies(model: Any, rotary: Any, spec: ModelSpec, rope: Rope) -> None:
+    """Raises ValueError unless `rotary`, a rotary embedding of `model`, has the frequencies of `rope`."""
+    expected = rope.frequencies(spec.rotary_dim)
     kind = getattr(model, "position_embedding_type", None)
     if expected.switch is not None or kind not in ("rope", "yarn") or getattr(rotary, "inv_freq", None) is None:
         raise ValueError(
-            f"position_embedding_type={kind} cannot be compared with RoPE of type {spec.rope.kind!r} in the HF config; "
+            f"position_embedding_type={kind} cannot be compared with RoPE of type {rope.kind!r} in the HF config; "
             "expected 'rope' or 'yarn' and a type with one set of frequencies: leave out hf_config, and compare both "
             "models' logits"
         )
-    built, factor = _built_rope(rotary, yarn=isinstance(rotary, YarnRotaryEmbedding)), spec.rope.get("factor")
+    built, factor = _built_rope(rotary, yarn=isinstance(rotary, YarnRotaryEmbedding)), rope.get("factor")
     if (
         built.inv_freq.shape != expected.inv_freq.shape
         or not torch.allclose(built.inv_freq, expected.inv_freq, rtol=_SAME_FREQUENCY, atol=0.0)
@@ -130,7 +137,7 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
         scaled = "" if factor is None else f" (factor {factor:g})"
         raise ValueError(
             f"rotary_base={model.rotary_base} with {_describe(built)} is not the RoPE of the HF config, which has "
-            f"rope_theta={spec.rope.theta:g}, type {spec.rope.kind!r}{scaled} and {_describe(expected)}; expected "
+            f"rope_theta={rope.theta:g}, type {rope.kind!r}{scaled} and {_describe(expected)}; expected "
             "equal frequencies: build the model with the config's rotary_base, scaling and rotary_percent, or take a "
             "model for which Megatron-Bridge has them"
         )

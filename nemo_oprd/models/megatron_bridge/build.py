@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 
@@ -27,6 +28,7 @@ from nemo_oprd.losses.import_path import import_function
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.architecture import LatentAttention
 from nemo_oprd.models.megatron.adopt import adopt
+from nemo_oprd.models.megatron.delta_net import use_torch_kernels
 from nemo_oprd.models.megatron.experts import (
     expert_settings,
     release_weights_after_forward,
@@ -40,11 +42,18 @@ from nemo_oprd.models.megatron.model import (
     mark_parameters,
     norms_need_no_extra_state,
 )
-from nemo_oprd.models.megatron.model_config import PLAIN_KERNELS, chunk_spans, chunk_training, layout_settings
+from nemo_oprd.models.megatron.model_config import (
+    PLAIN_KERNELS,
+    ChunkSpan,
+    chunk_spans,
+    chunk_training,
+    layout_settings,
+)
 from nemo_oprd.models.megatron.observed_layer import ObservedSequences
 from nemo_oprd.models.megatron.parallel import Role, device
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.models.megatron.refusals import check_rope_of
+from nemo_oprd.models.megatron_bridge import gemma3
 from nemo_oprd.models.megatron_bridge.family import bridge_model, import_bridge
 from nemo_oprd.models.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
 
@@ -143,6 +152,8 @@ def _same(given: Any, expected: Any, own: Any, name: str) -> bool:
     }
     if name in defaults:
         given, expected = (defaults[name] if value is None else value for value in (given, expected))
+    if name == "linear_attention_freq" and isinstance(given, int) and isinstance(expected, list):
+        given = [int((i + 1) % given != 0) for i in range(len(expected))]  # as Megatron reads a number
     if name == "activation_func" and callable(given):  # several modules of Megatron-Bridge define the same one
         points = torch.linspace(-3, 3, 13)
         return torch.equal(given(points), expected(points))
@@ -179,30 +190,11 @@ def build_from_provider(
     spec.check_attention_parallel(layout.tensor, layout.context, f"{role.name}.parallel")
     spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role.name}.parallel")
     layout.layers_per_stage(spec.num_layers)
+    if spec.delta is not None:
+        use_torch_kernels()
     chunks = []
     for span in chunk_spans(spec, role):
-        made = copy.copy(provider)
-        settings = {
-            **_OFF,
-            **layout_settings(spec, role, dtype),
-            **({} if torch.cuda.is_available() else PLAIN_KERNELS),
-            **_expert_settings(spec, layout),
-            **chunk_training({name: value for name, value in training.items() if value is not None}, len(span.layers)),
-            "vocab_size": spec.padded_vocab(layout.tensor),
-            "seq_length": spec.max_positions,
-        }
-        for name, value in settings.items():
-            if hasattr(made, name):
-                setattr(made, name, value)
-        made._pg_collection = role.groups
-        block = made.transformer_layer_spec
-        if isinstance(block, functools.partial) and "pp_rank" in inspect.signature(block).parameters:
-            # it would ask Megatron's global groups for the stage
-            made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
-        made.finalize()
-        model = made.provide(span.first, span.last, span.virtual_stage(layout))
-        _check_attention(model, type(made).__name__)
-        model.vp_stage = span.virtual_stage(layout)
+        model = _build_chunk(provider, spec, role, dtype, span, training)
         if span.last and not head:
             del model.output_layer
         _prepare_special_parts(model, spec, role)
@@ -219,6 +211,37 @@ def build_from_provider(
     _check_parameters(chunks, spec, role, depth)
     mark_parameters(chunks, spec)
     return chunks
+
+
+def _build_chunk(
+    provider: Any, spec: ModelSpec, role: Role, dtype: torch.dtype, span: ChunkSpan, training: dict[str, Any]
+) -> Any:
+    """The chunk of `span` as the provider builds it, with the settings of this run."""
+    layout, made = role.layout, copy.copy(provider)
+    settings = {
+        **_OFF,
+        **layout_settings(spec, role, dtype),
+        **({} if torch.cuda.is_available() else PLAIN_KERNELS),
+        **_expert_settings(spec, layout),
+        **chunk_training({name: value for name, value in training.items() if value is not None}, len(span.layers)),
+        "vocab_size": spec.padded_vocab(layout.tensor),
+        "seq_length": spec.max_positions,
+    }
+    for name, value in settings.items():
+        if hasattr(made, name):
+            setattr(made, name, value)
+    made._pg_collection = role.groups
+    block = made.transformer_layer_spec
+    if callable(block) and "pp_rank" in inspect.signature(block).parameters:
+        # it would ask Megatron's global groups for the stage
+        made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
+    made.finalize()
+    where = span.first, span.last, span.virtual_stage(layout)
+    is_gemma3 = type(made).__name__ == gemma3.PROVIDER
+    model = gemma3.provide(made, role, *where) if is_gemma3 else made.provide(*where)
+    _check_attention(model, type(made).__name__)
+    model.vp_stage = span.virtual_stage(layout)
+    return model
 
 
 def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
@@ -246,6 +269,10 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
     """Makes latent attention and experts compute as in transformers; raises ValueError where they can't."""
     if spec.latent is not None:
         _prepare_latent_attention(model, spec.latent, role)
+    if spec.delta is not None:
+        _prepare_delta_nets(model, role)
+    if spec.local_rope is not None:
+        gemma3.set_epsilon_of_post_norms(model)
     if spec.experts is not None:
         use_routing_of(model, spec.experts)
         if role.layout.dispatcher == "allgather":
@@ -277,6 +304,28 @@ def _prepare_latent_attention(model: Any, latent: LatentAttention, role: Role) -
                 up.eps = latent.norm_eps
 
 
+def _prepare_delta_nets(model: Any, role: Role) -> None:
+    """Makes the norms of delta nets multiply by the stored weight, as transformers', and adds up their gradients.
+
+    Every tensor rank norms the heads that it has, all by one weight. Megatron adds the ranks' gradients up only with
+    sequence parallelism.
+    """
+    layout, group = role.layout, role.member_groups.tp
+    for layer in model.decoder.layers:
+        norm = getattr(layer.self_attention, "out_norm", None)
+        if norm is None:
+            continue
+        norm.zero_centered_gamma = False
+        if layout.tensor > 1 and not layout.sequence:
+            norm.weight.register_hook(functools.partial(_sum_over, group))
+
+
+def _sum_over(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def _check_attention(model: Any, provider: str) -> None:
     """Raises ValueError unless the model is a `GPTModel` whose attention reads packed sequences."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -284,7 +333,10 @@ def _check_attention(model: Any, provider: str) -> None:
     if not isinstance(model, GPTModel):
         raise ValueError(f"{provider} builds a {type(model).__name__}; expected Megatron-core's GPTModel")
     for layer in model.decoder.layers:
-        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        attention = getattr(layer, "self_attention", None)
+        if type(attention).__name__ == "GatedDeltaNet":  # Megatron-core's, which reads packed sequences
+            continue
+        core = getattr(attention, "core_attention", None)
         if not isinstance(core, TEDotProductAttention):
             raise ValueError(
                 f"layer {layer.layer_number} of {provider} has the attention {type(core).__name__}, which does not "

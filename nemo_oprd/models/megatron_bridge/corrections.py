@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_oprd.models.megatron_bridge.gemma3 import PROVIDER as GEMMA3
+from nemo_oprd.models.megatron_bridge.gemma3 import windowed_layers
 from nemo_oprd.models.rope import Rope
 
 
-def correct(provider: Any, complete: dict, rope: Rope) -> None:
+def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None) -> None:
     """Changes the fields of a new provider.
 
     Args:
         complete: the HF config with transformers' defaults filled in.
         rope: as parsed from it.
+        local: that of layers with windows, where it is another one.
+
+    Raises:
+        ValueError: Megatron-Bridge would give other layers windows than the config.
     """
     # 0.6.2 reads the share where transformers 4 had it in most families, else rotates all channels
     provider.rotary_percent = rope.share
@@ -27,7 +33,20 @@ def correct(provider: Any, complete: dict, rope: Rope) -> None:
     elif rope.kind == "yarn":
         _set_yarn(provider, rope)
     kinds = complete.get("layer_types")
-    if kinds and getattr(provider, "window_size", None) is not None:
+    if kinds and getattr(provider, "experimental_attention_variant", None) == "gated_delta_net":
+        # 0.6.2 has one number for all layers
+        provider.linear_attention_freq = [int(kind == "linear_attention") for kind in kinds]
+    if type(provider).__name__ == GEMMA3:
+        assert local is not None
+        provider.rotary_base = (local.theta, rope.theta)
+        provider.rope_scaling_factor = rope.get("factor") or 1.0
+        given = tuple(kind == "sliding_attention" for kind in kinds or ())
+        if given != windowed_layers(provider):
+            raise ValueError(
+                f"layer_types={kinds} but Megatron-Bridge gives all layers windows except those whose number is a "
+                f"multiple of {sum(provider.interleaved_attn_pattern)}; expected these: choose another model"
+            )
+    elif kinds and getattr(provider, "window_size", None) is not None:
         # 0.6.2 says in the families' code which layers have windows
         provider.window_size = (complete["sliding_window"] - 1, 0)
         provider.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in kinds]

@@ -20,6 +20,7 @@ from typing import Any
 
 from nemo_oprd.models import FAMILIES, read_hf_config
 from nemo_oprd.models.architecture import (
+    DeltaNet,
     Experts,
     Family,
     LatentAttention,
@@ -29,6 +30,7 @@ from nemo_oprd.models.architecture import (
     source_dtype,
 )
 from nemo_oprd.models.megatron_bridge.corrections import correct
+from nemo_oprd.models.megatron_bridge.gemma3 import windowed_layers
 from nemo_oprd.models.megatron_bridge.mappings import shape_of, translate
 from nemo_oprd.models.megatron_bridge.provider_fields import MODEL, REFUSED, changed
 from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION
@@ -48,6 +50,7 @@ class BridgeModel:
     shapes: dict[str, tuple[int, ...]]  # of every parameter and every router's bias, by transformers' name
     latent: tuple[float, float] | None  # of multi-latent attention: see `_check_norms`; None: there is none
     mappings: tuple[ParamMapping, ...]  # of all parameters, one per kind
+    local_rope: Rope | None = None  # of layers with windows, where it is another one
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ class BridgeFamily(Family):
         return shape_of(name, bridge_model(spec.hf_config).shapes)
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """As `Family`: those that Megatron-Bridge derives from the config. None for a model with experts."""
-        if spec.experts is not None:
+        """As `Family`: those that Megatron-Bridge derives from the config. None for those that it stores otherwise."""
+        if spec.experts is not None or spec.delta is not None:
             return None
         provider = bridge_model(spec.hf_config).provider
         fields = {name: getattr(provider, name) for name in (*MODEL, "rotary_base", "rotary_percent")}
@@ -138,23 +141,38 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
         sizes = provider.qk_head_dim, provider.qk_pos_emb_head_dim, provider.v_head_dim
         parts["latent"] = LatentAttention(*ranks, *sizes, *found.latent)
     else:
-        norm = found.shapes.get("model.layers.0.self_attn.q_norm.weight")
-        parts["whole_qk_norm"] = norm is not None and norm != (provider.kv_channels,)
-    if getattr(provider, "window_size", None) is not None:
+        norms = [shape for name, shape in found.shapes.items() if name.endswith("self_attn.q_norm.weight")]
+        parts["whole_qk_norm"] = bool(norms) and norms[0] != (provider.kv_channels,)
+    if getattr(provider, "experimental_attention_variant", None) == "gated_delta_net":
+        parts["output_gate"] = bool(provider.attention_output_gate)
+        parts["delta"] = DeltaNet(
+            tuple(map(bool, provider.linear_attention_freq)),
+            provider.linear_num_key_heads,
+            provider.linear_num_value_heads,
+            provider.linear_key_head_dim,
+            provider.linear_value_head_dim,
+            provider.linear_conv_kernel_dim,
+        )
+    if found.local_rope is not None:
+        parts["local_rope"], parts["post_norms"] = found.local_rope, True
+        parts["window"], parts["windowed"] = provider.window_size, windowed_layers(provider)
+    elif getattr(provider, "window_size", None) is not None:
         parts["window"] = provider.window_size[0] + 1
         parts["windowed"] = tuple(map(bool, provider.window_attn_skip_freq))
     parts["sinks"] = getattr(provider, "softmax_type", "vanilla") == "learnable"
     if provider.num_moe_experts:
         frequency = provider.moe_layer_freq
         sparse = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(layers)]
-        score = provider.moe_router_score_function
-        if score == "softmax" and not provider.moe_router_pre_softmax:
+        score, normalized = provider.moe_router_score_function, bool(found.complete.get("norm_topk_prob", False))
+        if "delta" in parts:  # transformers' is the softmax of all; Qwen3.5 has no setting and always divides
+            normalized = found.complete.get("norm_topk_prob", True)
+        elif score == "softmax" and not provider.moe_router_pre_softmax:
             score = "softmax_of_chosen"
         parts["experts"] = Experts(
             provider.num_moe_experts,
             provider.moe_router_topk,
             provider.moe_ffn_hidden_size,
-            bool(found.complete.get("norm_topk_prob", False)),
+            normalized,
             tuple(map(bool, sparse)),
             score,
             provider.moe_router_num_groups or 1,
@@ -162,6 +180,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
             float(provider.moe_router_topk_scaling_factor or 1.0),
             provider.moe_shared_expert_intermediate_size or 0,
             bool(provider.add_bias_linear),
+            bool(getattr(provider, "moe_shared_expert_gate", False)),
         )
     return parts
 
@@ -188,15 +207,32 @@ def _bridge_model(text: str) -> BridgeModel:
     if getattr(provider, "multi_latent_attention", False):
         head_dim = provider.qk_pos_emb_head_dim
     kinds = KINDS[model_type].ropes if model_type in KINDS else ("default",)
-    rope = parse_rope(complete, _SOURCE.removesuffix(": "), head_dim=head_dim, kinds=kinds, partial=True)
-    correct(provider, complete, rope)
+    axes = getattr(provider, "experimental_attention_variant", None) == "gated_delta_net"
+    rope, local = _ropes(complete, head_dim=head_dim, kinds=kinds, partial=True, axes=axes)
+    correct(provider, complete, rope, local)
     model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
     _check_same_computation(provider, model, hf_config.get("architectures"))
     latent = _check_norms(provider, model)
     stored = {*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name.endswith(_BIAS))}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
     mappings = translate(bridge._model_bridge.mapping_registry(), provider, shapes)
-    return BridgeModel(provider, complete, rope, shapes, latent, mappings)
+    return BridgeModel(provider, complete, rope, shapes, latent, mappings, local)
+
+
+def _ropes(complete: dict, **options: Any) -> tuple[Rope, Rope | None]:
+    """(The RoPE of most layers, that of layers with windows if the config has one for each kind of layer)."""
+    source, given = _SOURCE.removesuffix(": "), complete.get("rope_parameters") or {}
+    if "full_attention" not in given:
+        return parse_rope(complete, source, **options), None
+    unknown = sorted(given.keys() - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"rope_parameters has {unknown}; expected full_attention and sliding_attention only")
+    # the settings of one kind of layer, in the place of all of them
+    of_kind = {
+        name: {**complete, "rope_parameters": given.get(name)} for name in ("full_attention", "sliding_attention")
+    }
+    local = parse_rope(of_kind["sliding_attention"], source, **{**options, "kinds": ("default",)})
+    return parse_rope(of_kind["full_attention"], source, **options), local
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:

@@ -23,13 +23,17 @@ from nemo_oprd.models.architecture import (
     stacked_part,
 )
 from nemo_oprd.models.families.moe import fused_name
-from nemo_oprd.models.megatron.param_names import ROUTER_BIAS, TE_NAMES
+from nemo_oprd.models.megatron.param_names import INPUT_NORM_OF_DELTA_NET, ROUTER_BIAS, TE_NAMES
+from nemo_oprd.models.megatron_bridge.hybrid_forms import Convolution, GatedQKV, GroupedProjections, Projections
 
 Shapes = dict[str, tuple[int, ...]]
 
 _LAYER = "decoder.layers.{layer}."
 _EXPERT = "mlp.experts.local_experts.{expert}."
 _LOCAL_NAMES = {te: local for local, te in TE_NAMES.items()}
+# the norm of a delta net; transformers multiplies by its weight, and so do the models that are built here (`build.py`),
+# where Megatron-Bridge stores the weight minus 1 and adds 1 again, which changes bits
+_OUT_NORM = "self_attention.out_norm.weight"
 # Megatron's name within a layer or the model -> how the one HF tensor behind it is split
 _FORMS: dict[str, Form] = {
     **dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), Vocabulary()),
@@ -40,17 +44,27 @@ _FORMS: dict[str, Form] = {
         "mlp.linear_fc2.bias", "mlp.router.weight", "mlp.router.bias", ROUTER_BIAS,
         "self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight",
         "self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.layer_norm_weight",
+        INPUT_NORM_OF_DELTA_NET, "mlp.shared_experts.gate_weight",
+        "self_attention.linear_proj.post_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight",
     ), Replicated()),
     **dict.fromkeys((
         "mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "self_attention.core_attention.softmax_offset",
         "self_attention.linear_q_proj.weight", "self_attention.linear_q_up_proj.weight",
-        "self_attention.linear_kv_up_proj.weight",
+        "self_attention.linear_kv_up_proj.weight", "self_attention.A_log", "self_attention.dt_bias",
     ), ColumnParallel()),
     **dict.fromkeys((
         "self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight",
-        f"{_EXPERT}linear_fc2.weight",
+        "self_attention.out_proj.weight", f"{_EXPERT}linear_fc2.weight",
     ), RowParallel()),
 }  # fmt: skip
+# in which the tensors of a mapping are joined
+_ORDER = ("q", "k", "v", "gate", "up", "qkv", "qkvz", "z", "ba", "b", "a")
+# the classes of mappings that versions before 0.6 lack
+_HYBRID_FORMS: dict[str, Form] = {
+    "GDNConv1dMapping": Convolution(),
+    "GDNLinearMapping": GroupedProjections(),
+    "GDNLinearMappingSeparate": Projections(),
+}
 # the names that the rest of this project reads directly
 _HF_NAMES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 
@@ -65,16 +79,20 @@ def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMappin
         ValueError: a tensor has no mapping, or one without a counterpart here.
     """
     found: dict[str, ParamMapping] = {}
+    known: set[tuple[str, int]] = set()  # HF names, before the layer is filled in, with the layer
     for theirs in registry:
         megatron, hf = _names(theirs)
+        if megatron.startswith("mtp.") or megatron in found:
+            continue
         here = frozenset(
             layer
-            for layer in range(provider.num_layers)
+            for layer in _layers_with(megatron, provider)
             if all(shape_of(name.format(layer=layer, expert=0), shapes) is not None for name in hf)
+            and not known.issuperset((name, layer) for name in hf)
         )
-        known = {name for mapping in found.values() for name in mapping.hf}
-        if not here or megatron.startswith("mtp.") or megatron in found or known.issuperset(hf):
+        if not here:
             continue
+        known.update((name, layer) for name in hf for layer in here)
         layers = None if len(here) == provider.num_layers or _LAYER not in megatron else here
         found[megatron] = ParamMapping(megatron, hf, _form(theirs, megatron, provider), layers=layers)
     lost = sorted(set(shapes) ^ _covered(found, provider, shapes))
@@ -85,6 +103,15 @@ def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMappin
             "has them, or another model"
         )
     return tuple(found.values())
+
+
+def _layers_with(megatron: str, provider: Any) -> list[int]:
+    """The layers (0-based) that can have a parameter; the norm before a gated delta net has a name of its own."""
+    layers = list(range(provider.num_layers))
+    if getattr(provider, "experimental_attention_variant", None) != "gated_delta_net":
+        return layers
+    of_delta_net = {_LAYER + INPUT_NORM_OF_DELTA_NET: True, f"{_LAYER}input_layernorm.weight": False}.get(megatron)
+    return [i for i in layers if of_delta_net is None or bool(provider.linear_attention_freq[i]) == of_delta_net]
 
 
 def shape_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
@@ -123,7 +150,9 @@ def _names(theirs: Any) -> tuple[str, tuple[str, ...]]:
     if isinstance(given, str):
         names = [given]
     else:
-        order = [name for name in ("q", "k", "v", "gate", "up") if name in given]
+        order = [
+            name for name in (*("q", "k", "v", "gate", "up"), *("qkv", "qkvz", "z", "ba", "b", "a")) if name in given
+        ]
         names = [given[name] for name in [*order, *(given.keys() - set(order))]]
     names = [name.replace("*", "{layer}", 1).replace("*", "{expert}", 1) for name in names]
     if "{expert}" in megatron:  # one tensor may hold all experts
@@ -133,12 +162,21 @@ def _names(theirs: Any) -> tuple[str, tuple[str, ...]]:
 
 def _form(theirs: Any, megatron: str, provider: Any) -> Form:
     """How the HF tensors of one of Megatron-Bridge's mappings are joined and split."""
-    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
+    from megatron.bridge.models.conversion.param_mapping import (
+        AutoMapping,
+        GatedMLPMapping,
+        QKVMapping,
+        ReplicatedMapping,
+    )
 
     kind, name = type(theirs), megatron.removeprefix(_LAYER)
-    form: Form | None = None
+    form: Form | None = _HYBRID_FORMS.get(kind.__name__)
     if kind is QKVMapping:
-        form = GroupedQKV()
+        form = GatedQKV() if getattr(provider, "attention_output_gate", False) else GroupedQKV()
+    elif kind.__name__ == "RMSNorm2ZeroCenteredRMSNormMapping":
+        form = Replicated() if name == _OUT_NORM else None
+    elif kind is ReplicatedMapping:
+        form = _FORMS.get(name) if isinstance(_FORMS.get(name), Replicated) else None
     elif kind is GatedMLPMapping:
         form = GateUp()
     elif kind.__name__ == "GPTOSSMLPGateUpProjMapping":

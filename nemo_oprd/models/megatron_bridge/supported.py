@@ -21,6 +21,10 @@ _GPT_OSS = (
 )  # fmt: skip
 
 
+# the gated delta net in three of four layers, and an output gate in the attention of the fourth
+_HYBRID = (_MTP, "an output gate in attention", "attention of another kind")
+
+
 @dataclass(frozen=True)
 class Kind:
     """What is accepted of a family beside a dense decoder with full attention.
@@ -41,11 +45,18 @@ class Kind:
 _DENSE = "TP2+SP, PP2, CP2, DP2, full recompute"
 _SPARSE = "TP2+SP, PP2, EP2, CP2, full recompute"
 _ROUTERS = "routers' losses and replay"
+_OF_HYBRID = "multi-token prediction and vision towers are left out"
 _OF_LATENT = f"{_ROUTERS}; queries without a narrow state; fp8 files; multi-token prediction is left out"
 KINDS: dict[str, Kind] = {
     "gemma": Kind(_DENSE),
     "nemotron": Kind(_DENSE),
     "mistral": Kind(_DENSE, refused="sliding windows"),
+    "gemma3_text": Kind(
+        "TP2+SP, PP2, DP2, full recompute",
+        frozenset(("sliding-window attention",)),
+        ("default", "linear"),
+        "context parallelism; vision towers",
+    ),
     "olmoe": Kind("PP2, EP2, full recompute", frozenset((_EXPERTS,)), refused=f"tensor parallelism; {_ROUTERS}"),
     "gpt_oss": Kind(
         "TP2+SP, PP2, EP2, full recompute",
@@ -56,14 +67,13 @@ KINDS: dict[str, Kind] = {
     "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
     "deepseek_v3": Kind("TP2+SP, PP2, EP2, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT),
     "glm4_moe_lite": Kind(_SPARSE, _LATENT, ("default", "yarn"), _OF_LATENT),
+    "qwen3_5_text": Kind(f"{_DENSE}, VPP", frozenset(_HYBRID), refused=_OF_HYBRID),
+    "qwen3_5_moe_text": Kind(f"{_SPARSE}, VPP", frozenset((*_HYBRID, _EXPERTS)), refused=f"{_ROUTERS}; {_OF_HYBRID}"),
+    "qwen3_next": Kind(f"{_SPARSE}, VPP", frozenset((*_HYBRID, _EXPERTS)), refused=f"{_ROUTERS}; {_OF_HYBRID}"),
 }
 # families that people ask for -> why Megatron-Bridge's model of them is refused
 REFUSED_FAMILIES = {
-    "gemma2": "capped logits, and norms behind attention and feed-forward block: not compared",
-    "gemma3_text": "windows with a RoPE of their own; in float32 ten times transformers' deviation, cause unknown",
+    "gemma2": "Megatron-Bridge 0.6.2 caps its attention's logits in a module that reads no packed sequences",
     "gemma4_text": "heads of several sizes, which Megatron-Bridge 0.6.2 cannot describe",
-    "qwen3_5_text": "the gated delta net, an output gate in attention: no weight mappings here",
-    "qwen3_5_moe_text": "as qwen3_5_text",
-    "qwen3_next": "as qwen3_5_text",
     "nemotron_h": "layers of different kinds",
 }

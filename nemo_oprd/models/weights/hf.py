@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import Role, device, everyones
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
+from nemo_oprd.models.text_tower import name_in_language_model
 from nemo_oprd.runtime.files import read_json
 
 # gives one HF tensor by its name
@@ -33,6 +34,8 @@ Described: TypeAlias = tuple[tuple[int, ...], torch.dtype] | None
 class HFCheckpoint:
     """Lazily opened safetensors files of an HF model directory; `checkpoint[name]` reads one tensor.
 
+    The tensors of a language model inside a larger one have the names that they have in the language model alone.
+
     Raises:
         ValueError: the directory has no safetensors files, its index names missing files, or a file can't be read.
     """
@@ -40,6 +43,7 @@ class HFCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._handle_of: dict[str, safe_open] = {}
+        self._in_files: dict[str, str] = {}  # names that differ there
         self._files = self._find_files()
         for file in self._files:
             try:
@@ -47,7 +51,11 @@ class HFCheckpoint:
             except Exception as error:  # safetensors raises its own SafetensorError for truncated or foreign files
                 text = f"{file}: not a readable safetensors file ({error}); copy it from its source again"
                 raise ValueError(text) from error
-            self._handle_of |= dict.fromkeys(handle.keys(), handle)
+            for stored in handle.keys():  # noqa: SIM118
+                name = name_in_language_model(stored)
+                self._handle_of[name] = handle
+                if name != stored:
+                    self._in_files[name] = stored
 
     def _find_files(self) -> list[Path]:
         """The files that the index names; without an index, every safetensors file of the directory."""
@@ -86,17 +94,16 @@ class HFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading the data."""
         stored, expert, half = self._stored(name)
-        shape = tuple(self._handle(stored).get_slice(stored).get_shape())
+        shape = tuple(self._slice(stored).get_shape())
         if expert is None or (half is not None and len(shape) != 3):
             return shape
         return shape[1:] if half is None else (shape[1] // 2, shape[2])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored, expert, half = self._stored(name)
-        handle = self._handle(stored)
         if expert is None:
-            return handle.get_tensor(stored)
-        fused = handle.get_slice(stored)
+            return self._handle(stored).get_tensor(self._in_files.get(stored, stored))
+        fused = self._slice(stored)
         if half is None:
             return fused[expert]
         rows = fused.get_shape()[1]
@@ -109,6 +116,9 @@ class HFCheckpoint:
             return whole, part, None
         fused = fused_name(name)
         return fused if name not in self._handle_of and fused[0] in self._handle_of else (name, None, None)
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(name).get_slice(self._in_files.get(name, name))
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._handle_of:

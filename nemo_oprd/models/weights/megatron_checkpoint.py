@@ -19,10 +19,11 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_oprd.models import Family, ModelSpec, read_model_spec
-from nemo_oprd.models.architecture import ParamMapping, Vocabulary, stacked_part
+from nemo_oprd.models.architecture import ParamMapping, Vocabulary, concatenated, stacked_part
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
 from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.param_names import TE_NAMES
+from nemo_oprd.models.text_tower import LEFT_OUT
 from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.models.weights.torch_dist import open_torch_dist, read_megatron_tensor
 
@@ -39,9 +40,10 @@ class Parameter:
     """The place of one weight mapping's joined tensor in a torch_dist checkpoint.
 
     Attributes:
-        key: name in the checkpoint, without a prefix.
+        key: name in the checkpoint, without a prefix, and without that of a section.
         shape: without vocabulary padding, and without the leading dimensions that the stored array has more.
         index, counts: place in these leading dimensions (the layer, the expert), and their sizes.
+        sections: (ending of the key, rows) of the parts that are stored one by one; a single one without an ending.
     """
 
     mapping: ParamMapping
@@ -49,11 +51,19 @@ class Parameter:
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    sections: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def stored(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(Key, shape as of `shape`) of each stored tensor, which one below the other are the joined tensor."""
+        if not self.sections:
+            return [(self.key, self.shape)]
+        return [(f"{self.key}.{name}", (rows, *self.shape[1:])) for name, rows in self.sections]
 
 
 def stacks_layers(spec: ModelSpec) -> bool:
-    """Whether Megatron stores all layers of a kind in one array: not if only some layers have experts."""
-    return spec.experts is None or all(spec.experts.sparse)
+    """Whether Megatron stores all layers of a kind in one array: not if layers are of different kinds."""
+    return spec.delta is None and (spec.experts is None or all(spec.experts.sparse))
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -107,7 +117,8 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
             fused = name  # the norm before a router is stored by itself
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
-        parameters.append(Parameter(mapping, prefix + fused, _joined_shape(mapping, name, spec), index, counts))
+        shape, sections = _joined_shape(mapping, name, spec), mapping.form.sections(spec)
+        parameters.append(Parameter(mapping, prefix + fused, shape, index, counts, sections))
     return parameters
 
 
@@ -146,7 +157,8 @@ class MegatronCheckpoint:
         parameters = checkpoint_parameters(self.spec, stacked=not any(map(_OF_ONE_LAYER.fullmatch, self._tensors)))
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
         # one array may hold the parameters of many layers and experts
-        self._found = {key: self._find(p) for key, p in {p.key: p for p in parameters}.items()}
+        first = {key: (p, shape) for p in reversed(parameters) for key, shape in p.stored}
+        self._found = {key: self._find(key, *about) for key, about in first.items()}
         self._check_all_are_used()
         self._last: dict[str, torch.Tensor] = {}
 
@@ -172,25 +184,28 @@ class MegatronCheckpoint:
             self._last = {}  # free the memory before the next parameter is read
             parameter = self._parameter_of[name]
             # vocabulary padding lies behind the shape, so it is not read
-            start = (*parameter.index, *(0 for _ in parameter.shape))
-            sizes = (*(1 for _ in parameter.index), *parameter.shape)
-            joined = read_megatron_tensor(self._reader, self._metadata, self._found[parameter.key], start, sizes)
-            parts = parameter.mapping.form.split_to_hf(joined.reshape(parameter.shape), self.spec)
+            joined = concatenated([self._read(parameter, key, shape) for key, shape in parameter.stored])
+            parts = parameter.mapping.form.split_to_hf(joined, self.spec)
             self._last = dict(zip(parameter.mapping.hf, parts, strict=True))
         return self._last[name]
 
-    def _find(self, parameter: Parameter) -> str:
-        """The key of a parameter in this checkpoint, including its prefix; checks the shape."""
-        found = [key for key in self._tensors if re.fullmatch(_PREFIX + re.escape(parameter.key), key)]
+    def _read(self, parameter: Parameter, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        start = (*parameter.index, *(0 for _ in shape))
+        sizes = (*(1 for _ in parameter.index), *shape)
+        return read_megatron_tensor(self._reader, self._metadata, self._found[key], start, sizes).reshape(shape)
+
+    def _find(self, stored: str, parameter: Parameter, of_parameter: tuple[int, ...]) -> str:
+        """The key of a parameter or section in this checkpoint, including its prefix; checks the shape."""
+        found = [key for key in self._tensors if re.fullmatch(_PREFIX + re.escape(stored), key)]
         if not found:
             raise ValueError(
-                f"{self.path}: tensor {parameter.key!r} is missing among {', '.join([*self._tensors][:3])}, ...; "
+                f"{self.path}: tensor {stored!r} is missing among {', '.join([*self._tensors][:3])}, ...; "
                 f"expected every weight of the {self.spec.model_type} model in {self._config}: is it another model's "
                 "config?"
             )
         if len(found) > 1:
             raise ValueError(f"{self.path}: holds several models ({', '.join(found)}); expected a checkpoint of one")
-        expected, shape = (*parameter.counts, *parameter.shape), tuple(self._tensors[found[0]].size)
+        expected, shape = (*parameter.counts, *of_parameter), tuple(self._tensors[found[0]].size)
         padded = int(isinstance(parameter.mapping.form, Vocabulary) and shape[0] >= expected[0])
         if shape[padded:] != expected[padded:]:
             raise ValueError(
@@ -214,8 +229,9 @@ class MegatronCheckpoint:
 def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     """Names of tensors that no weight mapping uses and whose content is redundant.
 
-    These are a second copy of tied embeddings, tables of rotary frequencies that old programs saved, and the layers for
-    multi-token prediction of DeepSeek-V3 and GLM 4.5, which transformers leaves out, too.
+    These are a second copy of tied embeddings, tables of rotary frequencies that old programs saved, the layers for
+    multi-token prediction of DeepSeek-V3, GLM 4.5 and Qwen3.5, and the vision tower of the last, which transformers
+    leaves out, too.
 
     Raises:
         ValueError: another tensor has no mapping and would be lost, or a tied head differs from the embedding.
@@ -230,6 +246,7 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     embedding = by_megatron["embedding.word_embeddings.weight"]
     unknown = sorted(stored - known)
     predicting = tuple(f"model.layers.{layer}." for layer in _dropped_layers(spec))
+    predicting += () if spec.family.own else LEFT_OUT
     lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq") and not name.startswith(predicting)]
     if head in lost and spec.tied_embeddings:
         if not torch.equal(checkpoint[head], checkpoint[embedding]):

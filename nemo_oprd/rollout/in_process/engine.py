@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from nemo_oprd.batch import weight_spans
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.memory_bounds import CACHE_SHARE, cache_bytes_per_token
+from nemo_oprd.config.memory_bounds import CACHE_SHARE, UNCACHED_TOKENS, cache_bytes_per_token
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.device_memory import free_bytes
-from nemo_oprd.models.megatron.model import build_chunks
+from nemo_oprd.models.megatron.model import DistillingModel, build_chunks
 from nemo_oprd.models.megatron.parallel import Role, device, first_ranks, make_role, wait_for_all
 from nemo_oprd.models.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.rollout.engine import (
@@ -33,6 +33,7 @@ from nemo_oprd.rollout.engine import (
 )
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.in_process.decoding import generate_batch
+from nemo_oprd.rollout.in_process.whole_sequences import generate_whole_sequences
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest, padded_bytes
 from nemo_oprd.runtime.messages import ANY_RANK
@@ -57,8 +58,11 @@ class MegatronEngine(Generates):
         *,
         precision: str,
         router_dtype: str | None = None,
+        provider: Any = None,
     ) -> None:
         """See `make_engine`. `precision` is of weights and computation; `router_dtype`: `student.router_dtype`.
+
+        `provider` is Megatron-Bridge's of a model that it alone builds; such a model samples without a cache.
 
         Raises:
             ValueError: `rollout.tensor` does not fit the ranks or the model.
@@ -77,9 +81,15 @@ class MegatronEngine(Generates):
         self.role = make_role("rollout", layout)
         self._exchange = Exchange()
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.model = None
-        if self.role.is_member:
+        self._cached = provider is None
+        self.model: DistillingModel | None = None
+        if self.role.is_member and provider is None:
             (self.model,) = build_chunks(spec, self.role, self._dtype, local_layers=True, moe_router_dtype=router_dtype)
+        elif self.role.is_member:
+            from nemo_oprd.models.megatron_bridge.build import build_from_provider
+
+            (self.model,) = build_from_provider(provider, spec, self.role, self._dtype, moe_router_dtype=router_dtype)
+        if self.model is not None:
             self.model.eval().requires_grad_(False)
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
@@ -159,18 +169,7 @@ class MegatronEngine(Generates):
             limits = [sampling.limit_of(requests[i], self.spec.max_positions) for i in batch]
             keys = [sampling.key_of(requests[i], i) for i in batch]
             uniforms = np.stack([np.random.default_rng(key).random(max(limits)) for key in keys])
-            generated = generate_batch(
-                self.model,
-                self.vocab_limit,
-                prompts,
-                uniforms,
-                limits,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                eos_ids=self.eos_ids,
-                should_cancel=is_cancelled,
-                record_routes=sampling.record_routes,
-            )
+            generated = self._sample(prompts, uniforms, limits, sampling, is_cancelled)
             if generated is None:
                 return own, False
             if coords.tensor == 0:
@@ -179,8 +178,36 @@ class MegatronEngine(Generates):
                     keep({i: _rollout(requests[i], own[i], self.weights.steps) for i in batch})
         return own, True
 
+    def _sample(
+        self,
+        prompts: list[list[int]],
+        uniforms: np.ndarray,
+        limits: list[int],
+        sampling: SamplingParams,
+        should_cancel: Callable[[], bool] | None,
+    ) -> list[Response] | None:
+        """See `generate_batch`."""
+        assert self.model is not None
+        given: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        given |= {"eos_ids": self.eos_ids, "should_cancel": should_cancel}
+        if self._cached:
+            routes = sampling.record_routes
+            return generate_batch(
+                self.model, self.vocab_limit, prompts, uniforms, limits, record_routes=routes, **given
+            )
+        return generate_whole_sequences(self.model, self.role, self.vocab_limit, prompts, uniforms, limits, **given)
+
     def _cache_budget(self) -> int:
-        """The most cached tokens of a batch. Every rank of the role calls this; says once what `auto` chose."""
+        """The most tokens of a batch. Every rank of the role calls this; says once what `auto` chose."""
+        if not self._cached and not self._said_budget and dist.get_rank() == self.role.layout.first_rank:
+            logger.info(
+                f"rollout.engine=megatron: {self.spec.model_type} samples without a cache, so that every token is a "
+                "forward pass over all tokens before it: slow, for trying and testing; rollout.engine=vllm is faster",
+                extra=ANY_RANK,
+            )
+        if not self._cached:
+            self._said_budget = True
+            return UNCACHED_TOKENS if self._cache_setting == "auto" else int(self._cache_setting)
         if self._cache_setting != "auto":
             return int(self._cache_setting)
         # for every call anew: optimizer states, for instance, take memory only from the first update on

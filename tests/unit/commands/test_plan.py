@@ -18,14 +18,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_oprd.cli import main
 from nemo_oprd.commands.plan.activations import layer_bytes, microbatches_in_flight
 from nemo_oprd.commands.plan.alternatives import alternatives, changed
+from nemo_oprd.commands.plan.attention_kinds import all_attention_flops
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.commands.plan.operations import step_bytes, step_flops
 from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
 from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.memory_bounds import cache_bytes_per_token, state_bytes
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import parse_model_spec
+from nemo_oprd.models.architecture import DeltaNet, LatentAttention
 from nemo_oprd.setup.resolve import resolve, resolve_models
 
 FAMILY_CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "phi3": PHI3}
@@ -53,6 +56,40 @@ def test_stages_hold_the_model_once(name: str) -> None:
     padding = (spec.padded_vocab(1) - spec.vocab_size) * spec.hidden_size
     copy = spec.padded_vocab(1) * spec.hidden_size if spec.tied_embeddings else padding
     assert held == model_parameters(spec) + padding + copy
+
+
+def test_caches_and_attention_of_other_kinds_of_layers() -> None:
+    """By hand: three layers of four with another kind of attention, in a model of 4 heads, 2 groups and 16 channels."""
+    plain = replace(
+        parse_model_spec(QWEN3),
+        num_layers=4,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=4096,
+    )
+    keys_and_values = 2 * 16 * 2 * 2
+    assert (cache_bytes_per_token(plain, 1, 2), state_bytes(plain, 1, 2, 1000)) == (4 * keys_and_values, 0)
+    assert all_attention_flops(plain, 4, 1000) == 4 * 4 * 4 * 16 * 500
+
+    windows = replace(plain, window=100, windowed=(True, True, True, False))
+    assert cache_bytes_per_token(windows, 1, 2) == keys_and_values
+    assert state_bytes(windows, 1, 2, 1000) == 3 * 100 * keys_and_values
+    assert state_bytes(windows, 2, 2, 40) == 3 * 40 * keys_and_values // 2
+    # token t sees min(t, 100) tokens: 95 of 1,000 on average
+    assert all_attention_flops(windows, 3, 1000) == 3 * 4 * 4 * 16 * 95
+    assert all_attention_flops(windows, 3, 80) == all_attention_flops(plain, 3, 80)
+
+    nets = replace(plain, delta=DeltaNet((True, True, True, False), 2, 4, 8, 10, 4), output_gate=True)
+    assert cache_bytes_per_token(nets, 1, 2) == keys_and_values
+    # the state in float32, and three tokens before the convolution
+    assert state_bytes(nets, 1, 2, 5) == state_bytes(nets, 1, 2, 5000) == 3 * (4 * 8 * 10 * 4 + 3 * (2 * 16 + 40) * 2)
+    assert all_attention_flops(nets, 3, 100) == all_attention_flops(nets, 3, 5000)
+
+    latent = replace(plain, latent=LatentAttention(24, 16, 12, 8, 20, 1e-6, 0.2))
+    assert cache_bytes_per_token(latent, 1, 2) == cache_bytes_per_token(latent, 2, 2) == 4 * (16 + 8) * 2
+    assert all_attention_flops(latent, 4, 1000) == 4 * 2 * 4 * (12 + 8 + 20) * 500
 
 
 def test_what_no_gradient_reaches_is_not_trained() -> None:

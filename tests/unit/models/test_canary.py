@@ -109,7 +109,7 @@ def test_rounding_passes(models: Callable[..., ReferenceStates]) -> None:
 
 
 def test_own_noise_is_measured_only_when_it_is_needed(models: Callable[..., ReferenceStates]) -> None:
-    """A model whose own float32 deviates by 4e-5 is allowed 6e-5, and one layer's noise counts for the deeper ones."""
+    """A model whose own float32 deviates by 4e-5 is allowed 1.2e-4, and one layer's noise counts for deeper ones."""
     reference, measured = models("qwen2"), []
 
     def measure(dtype: str) -> ReferenceStates:
@@ -120,7 +120,7 @@ def test_own_noise_is_measured_only_when_it_is_needed(models: Callable[..., Refe
     prove({1: [rows * (1 + 9e-6) for rows in reference.layers[1]]}, reference, "qwen2", measure=measure)
     assert not measured
     found = {layer: [rows * (1 + 5e-5) for rows in reference.layers[layer]] for layer in (2, 3)}
-    assert prove(found, reference, "qwen2", measure=measure).allowed[3] == pytest.approx(6e-5, rel=1e-2)
+    assert prove(found, reference, "qwen2", measure=measure).allowed[3] == pytest.approx(1.2e-4, rel=1e-2)
     assert measured == ["float64"]
     with pytest.raises(CanaryRefused, match="layer 1 of 4"):
         prove({1: [rows * (1 + 5e-5) for rows in reference.layers[1]]}, reference, "qwen2", measure=measure)

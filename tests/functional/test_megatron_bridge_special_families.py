@@ -1,8 +1,9 @@
-"""Families with experts that only Megatron-Bridge has, in this project's loop (`provider=bridge`), on CPUs.
+"""Families with special parts that only Megatron-Bridge has, in this project's loop (`provider=bridge`), on CPUs.
 
-OLMoE, gpt-oss, GLM 4.5, DeepSeek-V3 and GLM 4.7 Flash, tiny and random. As for the dense families
-(test_megatron_bridge_families.py): losses and all gradients against plain Hugging Face models in float64, resuming at
-another layout, conversion bit for bit; and what Megatron-Bridge would build wrongly without an error is refused.
+OLMoE, gpt-oss, GLM 4.5, DeepSeek-V3 and GLM 4.7 Flash (experts), Qwen3.5 and Qwen3-Next (gated delta nets), Gemma 3
+(windows), tiny and random. As for the dense families (test_megatron_bridge_families.py): losses and all gradients
+against plain Hugging Face models in float64, resuming at another layout, conversion bit for bit; and what
+Megatron-Bridge would build wrongly without an error is refused.
 
 Routers choose between experts and softmaxes cancel, so float32 itself deviates more in some of these models: the limit
 is 1.5 times what transformers in float32 deviates from transformers in float64, but at least that of dense families.
@@ -18,7 +19,14 @@ import pytest
 import torch
 from golden_runs import GOLDEN
 from megatron_bridge_environment import PYTHON, run
-from megatron_bridge_family_cases import COMMON, EXPERT_FAMILIES
+from megatron_bridge_family_cases import (
+    COMMON,
+    DEEP_FAMILIES,
+    LIMITS,
+    PROMPTS,
+    SAMPLED_FAMILIES,
+    SPECIAL_FAMILIES,
+)
 from safetensors.torch import load_file
 
 from nemo_oprd.config.loading import load_config
@@ -45,15 +53,27 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "CP2": (
         "student.parallel.context=2", "teacher.parallel.tensor=2", "teacher.parallel.sequence=true", *FULL_RECOMPUTE,
     ),
+    "TP2": ("student.parallel.tensor=2", "loss.representation.kind=cosine"),
+    "DP2": ("train.tokens_per_microbatch=16", "loss.representation.layers=[1,3]"),
+    "VPP": ("student.parallel.pipeline=2", "student.parallel.virtual_pipeline=2", "train.tokens_per_microbatch=32"),
 }  # fmt: skip
+DENSE = ("qwen3_5_text", "gemma3_text")
 # what a family refuses: see test_refusals
 # the last one here only: Megatron makes YaRN's positions of a context rank in pinned memory, which needs CUDA
-IMPOSSIBLE = {("olmoe", "TP2 SP"), ("olmoe", "CP2"), ("gpt_oss", "CP2"), ("deepseek_v3", "CP2")}
-RUNS = [(family, layout) for family in EXPERT_FAMILIES for layout in LAYOUTS if (family, layout) not in IMPOSSIBLE]
+IMPOSSIBLE = {
+    ("olmoe", "TP2 SP"), ("olmoe", "TP2"), ("olmoe", "CP2"), ("gpt_oss", "CP2"), ("deepseek_v3", "CP2"),
+    ("gemma3_text", "CP2"), *((family, layout) for family in DENSE for layout in ("EP2", "EP2 gathered")),
+}  # fmt: skip
+# experts need sequence parallelism with tensor parallelism
+IMPOSSIBLE |= {(family, "TP2") for family in SPECIAL_FAMILIES if family not in DENSE}
+# with experts, data-parallel ranks are those of EP2
+IMPOSSIBLE |= {(family, "DP2") for family in SPECIAL_FAMILIES if family not in DENSE}
+RUNS = [(family, layout) for family in SPECIAL_FAMILIES for layout in LAYOUTS if (family, layout) not in IMPOSSIBLE]
 # every family and every layout
 QUICK = {
     ("olmoe", "PP2"), ("gpt_oss", "TP2 SP"), ("gpt_oss", "EP2 gathered"), ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
-    ("deepseek_v3", "TP2 SP"), ("deepseek_v3", "PP2"), ("glm4_moe_lite", "CP2"),
+    ("deepseek_v3", "TP2 SP"), ("deepseek_v3", "PP2"), ("glm4_moe_lite", "CP2"), ("qwen3_5_text", "CP2"),
+    ("qwen3_5_text", "VPP"), ("qwen3_5_moe_text", "TP2 SP"), ("qwen3_next", "EP2"), ("gemma3_text", "PP2"),
 }  # fmt: skip
 TRAINED_QUICKLY = "deepseek_v3"
 
@@ -67,7 +87,7 @@ def models(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFac
     if "version = 3.11" in (PYTHON.parent.parent / "pyvenv.cfg").read_text():
         pytest.skip("Megatron-Bridge 0.3 (Python 3.11): families with experts are refused")
     root = tmp_path_factory.mktemp("experts")
-    run(megatron_bridge, 0, CASES, "make_models", directory=str(root), families=list(EXPERT_FAMILIES))
+    run(megatron_bridge, 0, CASES, "make_models", directory=str(root), families=list(SPECIAL_FAMILIES))
     return root
 
 
@@ -77,13 +97,27 @@ def settings(models: Path, family: str, output: Path) -> list[str]:
     return [*roles, *providers, f"rollout.replay={GOLDEN}/rollouts.jsonl", f"output={output}"]
 
 
+def settings_of(models: Path, case: tuple[str, str], output: Path) -> list[str]:
+    """Of a family and a layout. Two chunks on each of two stages are of the model with more layers, a teacher's."""
+    family, layout = case
+    splits = [each for each in LAYOUTS[layout] if family not in DENSE or not each.startswith("teacher.parallel.expert")]
+    found = [*settings(models, family, output), *splits]
+    if layout == "VPP":
+        more = 3 if family in DEEP_FAMILIES else 2
+        deep = "student" if family in DEEP_FAMILIES else "teacher"
+        other = {"student": "teacher", "teacher": "student"}[deep]
+        found += [f"student.hf_path={models / family / deep}", f"teacher.hf_path={models / family / other}"]
+        found.append(f"student.parallel.virtual_pipeline={more}")
+    return found
+
+
 def place(family: str, layout: str) -> str:
     return f"{family}-{layout}".replace(" ", "-")
 
 
 def training(models: Path, family: str, root: Path) -> list[list[str]]:
     """Four updates at one layout (FAMILY-whole); two, and two more at PP2 (FAMILY-parts)."""
-    first = ("student.parallel.expert=2",) if family in ("olmoe", "glm4_moe") else TENSOR
+    first = ("student.parallel.expert=2",) if family in ("olmoe", "glm4_moe", "qwen3_next") else TENSOR
 
     def one(kind: str, layout: tuple[str, ...], steps: int) -> list[str]:
         train = [f"train.steps={steps}", "train.schedule=constant", "train.warmup_fraction=0", "train.save_every=2"]
@@ -95,7 +129,7 @@ def training(models: Path, family: str, root: Path) -> list[list[str]]:
 
 def start(environment: dict[str, str], models: Path, root: Path, runs: list[Any], families: list[str]) -> Path:
     """Verifies and trains in one start of two ranks, because importing takes the longest."""
-    verified = {place(*case): [*settings(models, case[0], root / place(*case)), *LAYOUTS[case[1]]] for case in runs}
+    verified = {place(*case): settings_of(models, case, root / place(*case)) for case in runs}
     trained = [each for family in families for each in training(models, family, root)]
     run(environment, 2, CASES, "verify_and_train", runs=verified, trained=trained)
     return root
@@ -113,14 +147,14 @@ def other_runs(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: 
 
 @pytest.fixture(scope="module")
 def other_families(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    families = [family for family in EXPERT_FAMILIES if family != TRAINED_QUICKLY]
+    families = [family for family in SPECIAL_FAMILIES if family != TRAINED_QUICKLY]
     return start(megatron_bridge, models, tmp_path_factory.mktemp("trained"), [], families)
 
 
 @pytest.mark.parametrize("case", parameters(RUNS, QUICK), ids=lambda case: ", ".join(case))
 def test_gradients(request: pytest.FixtureRequest, models: Path, tmp_path: Path, case: tuple[str, str]) -> None:
     found = request.getfixturevalue("quick" if case in QUICK else "other_runs") / place(*case)
-    config = load_config("verify", [*settings(models, case[0], tmp_path), *LAYOUTS[case[1]]])
+    config = load_config("verify", settings_of(models, case, tmp_path))
     rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", COMMON["vocab_size"])
     expected = reference(config, rollouts)
     losses = json.loads((found / "losses.json").read_text())
@@ -135,7 +169,7 @@ def test_gradients(request: pytest.FixtureRequest, models: Path, tmp_path: Path,
     assert deviations[worst] < max(TOLERANCE, OF_TRANSFORMERS * theirs), f"{worst}: {deviations[worst]:.1e}"
 
 
-@pytest.mark.parametrize("family", parameters(list(EXPERT_FAMILIES), {TRAINED_QUICKLY}))
+@pytest.mark.parametrize("family", parameters(list(SPECIAL_FAMILIES), {TRAINED_QUICKLY}))
 def test_training_resumes_at_another_layout(request: pytest.FixtureRequest, models: Path, family: str) -> None:
     trained = request.getfixturevalue("quick" if family == TRAINED_QUICKLY else "other_families")
     whole, parts = (load_file(trained / f"{family}-{kind}" / "hf" / "model.safetensors") for kind in ("whole", "parts"))
@@ -147,7 +181,8 @@ def test_training_resumes_at_another_layout(request: pytest.FixtureRequest, mode
         assert torch.equal(tensor, before[name]) == fixed, name
     lines = [json.loads(line) for line in (trained / f"{family}-whole" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 4 and lines[3]["rep/loss"] < lines[0]["rep/loss"]
-    assert lines[0]["moe/load_max"] >= 1, "the routers' loads are measured"
+    if family not in DENSE:
+        assert lines[0]["moe/load_max"] >= 1, "the routers' loads are measured"
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +199,23 @@ def alone(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytes
     return root
 
 
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("family", SPECIAL_FAMILIES)
 def test_conversion(models: Path, alone: Path, family: str) -> None:
     expected = load_file(models / family / "student" / "model.safetensors")
     found = load_file(alone / family / "back" / "model.safetensors")
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_the_language_model_of_a_model_for_pictures(models: Path, alone: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = load_file(models / "qwen3_5_moe_text" / "student" / "model.safetensors")
+    found = load_file(alone / "tower" / "back" / "model.safetensors")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    AutoModelForCausalLM.from_pretrained(alone / "tower" / "back")
 
 
 BUILT_WRONGLY = {
@@ -186,22 +231,78 @@ def test_what_would_be_another_model_is_refused(alone: Path, name: str) -> None:
     assert BUILT_WRONGLY[name] in message and "expected" in message and "\n" not in message, message
 
 
+# what is planted -> the first wrong layer and row, and the hint
+PLANTED = {
+    "qwen3_5_text q and gate": (2, 0, "a weight of this layer is another one"),
+    "qwen3_5_text one head permuted": (1, 0, "a weight of this layer is another one"),
+    "qwen3_5_text w as if it were w - 1": (1, 0, "a weight of this layer is another one"),
+    "qwen3_5_text rotary share": (2, 1, "rotation (base, share, scaling)"),
+    "gpt_oss no sinks": (1, 0, "a weight of this layer is another one"),
+    "gpt_oss window longer": (1, 4, "the sliding window is 4: the engine's is longer"),
+    "gemma3_text window shorter": (1, 3, "the sliding window is 4: the engine's is shorter"),
+    "gemma3_text epsilon": (1, 0, "a weight of this layer is another one"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_planted_errors_are_refused_at_the_start(alone: Path, plant: str) -> None:
+    layer, row, hint = PLANTED[plant]
+    found = json.loads((alone / "planted.json").read_text())
+    family = plant.partition(" ")[0]
+    assert "equal transformers' in" in found[f"{family} right"]
+    depth = {"gemma3_text": 6}.get(family, 3)
+    message = found[plant]
+    assert message.startswith(f"canary of {family}: layer {layer} of {depth}, prompt ") and f", row {row} is" in message
+    assert hint in message and "\n" not in message, message
+
+
+def test_plan_counts_the_parameters(alone: Path) -> None:
+    found = json.loads((alone / "counts.json").read_text())
+    assert set(found) == set(SPECIAL_FAMILIES)
+    assert {family: planned for family, (planned, _) in found.items()} == {f: held for f, (_, held) in found.items()}
+
+
+@pytest.mark.parametrize("family", SAMPLED_FAMILIES)
+def test_samples_without_a_cache(models: Path, alone: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    greedy, drawn, again = json.loads((alone / "samples.json").read_text())[family]
+    assert drawn == again != greedy
+    model = AutoModelForCausalLM.from_pretrained(models / family / "student", dtype=torch.float32)
+    for prompt, limit, found in zip(PROMPTS, LIMITS, greedy, strict=True):
+        ids = list(prompt)
+        while len(ids) < len(prompt) + limit and (len(ids) == len(prompt) or ids[-1] != 1):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert found == ids[len(prompt) :]
+
+
 # case -> (family, settings, what is said)
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "norm over all heads": ("olmoe", [*TENSOR], "student.parallel.tensor=2, but the olmoe model norms the queries"),
+    "heads of the delta net": (
+        "qwen3_5_text", ["student.parallel.context=8"], "student.parallel.context=8 with student.parallel.tensor=1",
+    ),
+    "windows of Gemma": ("gemma3_text", ["student.parallel.context=2"], "student.parallel.context=2, but the gemma3"),
     "windows": ("gpt_oss", ["student.parallel.context=2"], "student.parallel.context=2, but the gpt_oss model has"),
     "biases": (
         "gpt_oss", [*TENSOR, "student.parallel.expert_tensor=2"], "expert_tensor=2, but the experts of the gpt_oss",
     ),
     "loss of routers": ("glm4_moe", ["student.router_aux_loss=0.1"], "student.router_aux_loss=0.1 for a glm4_moe"),
     "in-process engine": (
-        "gpt_oss", ["rollout.replay=null", "data.train=prompts.jsonl"], "the in-process engine has no gpt_oss",
+        "gpt_oss", ["rollout.replay=null", "data.train=prompts.jsonl", "rollout.expert=2"],
+        "rollout.expert=2, but the in-process engine samples gpt_oss models",
     ),
 }  # fmt: skip
 # case -> (family, changes of the student's config.json, what is said)
 WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("gpt_oss", {"swiglu_alpha": 2.0}, "Megatron-Bridge's another one"),
     "queries": ("deepseek_v3", {"q_lora_rank": None}, "queries that are projected directly (q_lora_rank=null)"),
+    "order of layers": (
+        "gemma3_text",
+        {"layer_types": ["full_attention", *["sliding_attention"] * 5]},
+        "a multiple of 6; expected",
+    ),
     "rope": ("glm4_moe", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "'linear'"),
 }
 
