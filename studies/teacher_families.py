@@ -31,6 +31,8 @@ FAMILIES = (
 PATIENCE_S = 900
 # what a canary refuses, a server's start ends with, or transformers says
 _REASON = re.compile(r"(?:ServerRefused|ValueError|CanaryRefused): (.*)")
+# the exception that a server's log names
+_RAISED = re.compile(r"\b(\w+(?:Error|Exception): .*)")
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,12 +53,15 @@ def run_case(family: str, tensor: int) -> dict[str, Any]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         results = Path(folder) / "results.json"
         found = json.loads(results.read_text()) if results.exists() else {}
+        logs = [log.read_text(errors="replace") for log in sorted((Path(folder) / "vllm").glob("*.log"))]
     case: dict[str, Any] = {"family": family, "tensor": tensor}
     if done.returncode == 0:
         return case | {key: found[key] for key in ("worst", "logprob_gap")}
-    reasons = _REASON.findall(done.stderr)
-    lines = done.stderr.strip().splitlines() or ["no message"]
-    return case | {"refused": (reasons or lines)[-1].replace(folder, "DIR").replace(str(ROOT), "ROOT")[:600]}
+    reasons = _REASON.findall(done.stderr) or done.stderr.strip().splitlines() or ["no message"]
+    reason = reasons[-1]
+    if "died twice" in reason:  # its log says why
+        reason = (_RAISED.findall("\n".join(logs)) or [reason])[0]
+    return case | {"refused": reason.replace(folder, "DIR").replace(str(ROOT), "ROOT")[:600]}
 
 
 def table(cases: list[dict[str, Any]]) -> str:
