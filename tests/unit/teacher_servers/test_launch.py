@@ -79,3 +79,13 @@ def test_serve_needs_a_teacher_of_servers(tmp_path: Path, capsys: Any, more: lis
     assert ended.value.code == 2 and not (tmp_path / "token").exists()
     said = capsys.readouterr().err
     assert f"--teacher {number}: the teachers with engine=vllm are {'[0]' if more else 'none'}, counted from 0" in said
+
+
+def test_infinity_in_a_config_as_transformers_writes_it(tmp_path: Path) -> None:
+    """Falcon-H1's `time_step_limit` has one by default."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("falcon_h1", num_hidden_layers=3, hidden_size=64).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"][1] == {"__float__": "Infinity"}
+    spec = read_served_spec(tmp_path)
+    assert (spec.num_layers, spec.hidden_size) == (3, 64)
