@@ -29,7 +29,7 @@ COMMANDS = {
     "verify": "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
     "fit-bridge": "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
     "evaluate": "sample the student on the validation sets and grade it",
-    "serve": "a vLLM server for the student, for runs with rollout.vllm.endpoints",
+    "serve": "a vLLM server for the student or a teacher, for runs that name it in rollout.vllm or teacher.vllm",
     "data": "what a run would do to its prompts: suffix, held-out problems, duplicates, contamination; needs no model",
     "plan": "what a training run needs on a number of GPUs: memory, operations, bytes, seconds; config.json is enough",
     "rehearse": "two steps of some ranks at full size on fake CUDA tensors: memory, waits, mistakes; needs no GPU",

@@ -1,16 +1,22 @@
 #!/bin/bash
 # A small run of the main job on two CPU cores: makes a small model pair, converts it, distils the student on its own
 # rollouts with the student at TP2 and the teacher at TP1, evaluates before and after, exports the student, draws curves.
-# Arguments are key=value settings; rollout.engine=vllm installs vLLM first, and samples with it.
+# Arguments are key=value settings; rollout.engine=vllm installs vLLM first, and samples with it; teacher.engine=vllm lets
+# a vLLM server compute the teacher, from its Hugging Face directory.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
-default=runs/quickstart output=
+default=runs/quickstart output= served=()
 for argument in "$@"; do
   case "$argument" in
     rollout.engine=vllm)
       bash scripts/setup_vllm.sh
       default=runs/quickstart_vllm
+      ;;
+    teacher.engine=vllm)
+      bash scripts/setup_vllm.sh
+      default=runs/quickstart_served_teacher
+      served=(teacher.checkpoint=null teacher.hf_path=runs/toy/teacher evaluation.teacher=false)
       ;;
     output=*) output=${argument#output=} ;;
   esac
@@ -32,6 +38,6 @@ for role in student teacher; do
   fi
 done
 echo "3/4 distilling on two ranks: student TP2, teacher TP1" >&2
-torchrun --nproc-per-node 2 --standalone -m nemo_oprd train --config-name quickstart "$@" output="$output"
+torchrun --nproc-per-node 2 --standalone -m nemo_oprd train --config-name quickstart "${served[@]}" "$@" output="$output"
 echo "4/4 drawing the curves" >&2
 nemo-oprd report "$output"

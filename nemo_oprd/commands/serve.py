@@ -1,25 +1,40 @@
-"""`serve`: a vLLM server for the student of a configuration, in the foreground, for `rollout.vllm.endpoints`."""
+"""`serve`: a vLLM server in the foreground, for the student (`rollout.vllm`) or a teacher (`teacher.vllm`)."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import secrets
+import signal
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 from nemo_oprd.commands.options import add_config, config_of
+from nemo_oprd.config.schema import Config
 from nemo_oprd.rollout.vllm.launch import check_flags, check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.server import server_command, server_environment
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE, read_tokens
-from nemo_oprd.setup.resolve import resolve_model, servers_limit
+from nemo_oprd.setup.resolve import resolve_model, resolve_served, servers_limit
 
 # of the path of a Unix socket on Linux
 MOST_SOCKET_BYTES = 107
+# a server of a teacher says which start of it an answer is from
+_GENERATION_BITS = 48
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
+    parser.add_argument(
+        "--role",
+        choices=("student", "teacher"),
+        default="student",
+        help="student: one run at a time samples, and pushes weights; teacher: any number of runs ask for states "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--teacher", type=int, default=0, metavar="N", help="of several teachers, which one, from 0 (default: 0)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument("--uds", type=Path, metavar="PATH", help="listen on a Unix socket instead")
@@ -32,41 +47,99 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> NoReturn:
-    """Replaces this process by the server; returns only by an error.
+def run(options: argparse.Namespace) -> int:
+    """Runs the server until it ends or this process is asked to end; returns 1 if it was not.
 
-    The server has no weights until a run pushes some. Every call but /health needs a token of `--token-file`, and the
-    first run that calls has the server for itself until it ends.
+    Every call but /health needs a token of `--token-file`. A student's server has no weights until a run pushes some,
+    and the first run that calls has it for itself until it ends. A teacher's server takes no call that would change it,
+    so several runs use it at the same time.
 
     Raises:
         ValueError: the model, vLLM's environment, the token file or the path of the socket is wrong.
     """
     config = config_of(options)
-    check_flags(config.rollout.vllm)
     listen = ["--host", options.host, "--port", str(options.port)]
     if options.uds is not None:
         listen = ["--uds", str(_socket_path(options.uds))]
+    if options.role == "student":
+        _serve_student(config, options, listen)
+    return _serve_teacher(config, options, listen)
+
+
+def _serve_student(config: Config, options: argparse.Namespace, listen: list[str]) -> NoReturn:
+    """Replaces this process by the server; returns only by an error."""
+    check_flags(config.rollout.vllm)
     student = resolve_model(config.student, "student")
     spec = student.spec
     check_model(config.rollout.vllm.tensor, spec)
     python = find_python(config.rollout.vllm)
-    import torch  # after the checks that need none of it
-
-    cuda = torch.cuda.is_available()
-    if not cuda:
+    devices = _devices(config.rollout.vllm.tensor)  # after the checks that need no torch
+    if devices is None:
         check_head_size(spec)
-    arguments = server_arguments(config, spec, student.directory, servers_limit(config, student), cuda=cuda)
-    devices = None
-    if cuda:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = tuple(visible.split(",")) if visible else tuple(map(str, range(config.rollout.vllm.tensor)))
+    cuda, limit = devices is not None, servers_limit(config, student)
+    arguments = server_arguments(config, spec, student.directory, limit, cuda=cuda)
     token_file = _token_file(options.token_file)
     command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_door.Door"])
     os.umask(0o077)  # the socket, and what vLLM writes, are for this user alone
     os.execve(python, command, server_environment(devices) | {TOKEN_FILE: str(token_file)})
 
 
-def _token_file(path: Path) -> Path:
+def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str]) -> int:
+    """Runs the server under a guard, which ends it and removes its folder in shared memory when this process ends."""
+    from nemo_oprd.teacher_servers.launch import KEY, VARIABLES, check_settings
+    from nemo_oprd.teacher_servers.launch import server_arguments as teacher_arguments
+
+    check_settings(config.teacher.vllm)
+    if options.teacher not in config.served_teachers:
+        raise ValueError(
+            f"--teacher {options.teacher}: the teachers with engine=vllm are {config.served_teachers or 'none'}, "
+            f"counted from 0, of {len(config.teacher_sources)}; expected one of them: give its number, or set "
+            "teacher.engine=vllm"
+        )
+    teacher = resolve_served(config, options.teacher)
+    python, devices = find_python(config.teacher.vllm, KEY), _devices(config.teacher.vllm.tensor)
+    from nemo_oprd.rollout.vllm import guard
+    from nemo_oprd.rollout.vllm.launch import DTYPES
+    from nemo_oprd.rollout.vllm.transport import SharedFolder
+    from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import GENERATION
+    from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER
+    from nemo_oprd.teacher_servers.canary import Canary
+    from nemo_oprd.teacher_servers.servers import longest_sequence
+
+    longest = longest_sequence(config, Canary(teacher.spec, teacher.directory, DTYPES[config.precision], None))
+    arguments = teacher_arguments(config, teacher.directory, longest, cuda=devices is not None)
+    token_file = _token_file(options.token_file, KEY)
+    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_teacher_door.TeacherDoor"])
+    with closing(SharedFolder()) as folder:
+        environment = server_environment(devices) | {
+            TOKEN_FILE: str(token_file),
+            FOLDER: str(folder.path),
+            "VLLM_RPC_BASE_PATH": str(folder.path),
+            GENERATION: str(secrets.randbits(_GENERATION_BITS)),
+            guard.SHARED_NAMES: f"{folder.path.name}_server_",
+            **VARIABLES,
+        }
+        process = guard.start(command, folder.path, env=environment)
+        assert process.stdin is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: process.stdin and process.stdin.close())
+        process.wait()
+        was_asked = process.stdin.closed
+        process.stdin.close()
+    return 0 if was_asked else 1
+
+
+def _devices(tensor: int) -> tuple[str, ...] | None:
+    """The CUDA devices of a server of `tensor` workers; None without CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(visible.split(",")) if visible else tuple(map(str, range(tensor)))
+
+
+def _token_file(path: Path, key: str = "rollout.vllm") -> Path:
     """The file with the tokens of the server, which is made with a fresh one if there is none; says where it is."""
     path, made = path.expanduser().absolute(), ""
     try:
@@ -83,7 +156,7 @@ def _token_file(path: Path) -> Path:
         read_tokens(str(path))
     except ValueError as error:
         raise ValueError(f"--token-file {error}") from None
-    print(f"token file{made}: {path}; runs need rollout.vllm.token_file={path}", flush=True)
+    print(f"token file{made}: {path}; runs need {key}.token_file={path}", flush=True)
     return path
 
 

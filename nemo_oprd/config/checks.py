@@ -25,7 +25,7 @@ def check(config: Config) -> None:
     _check_source("student", config.student)
     _check_teachers(config)
     _check_self_distillation(config)
-    _check_served_teacher(config)
+    _check_served_teachers(config)
     if config.teacher.reads == "text":
         _check_reading_text(config)
     _check_reuse(config)
@@ -145,18 +145,20 @@ def _check_self_distillation(config: Config) -> None:
         )
 
 
-def _check_served_teacher(config: Config) -> None:
-    """Settings that have no use where vLLM servers compute the teacher: those of a model in the trainer's processes."""
-    teacher = config.teacher
-    if not teacher.is_served:
+def _check_served_teachers(config: Config) -> None:
+    """Settings that have no use where vLLM servers compute a teacher, or all of them."""
+    _check_teacher_endpoints(config)
+    teacher, served = config.teacher, config.served_teachers
+    if not served:
         return
-    why = f"teacher.engine={teacher.engine}"
+    why = "teacher.engine=vllm" if not config.teachers else f"teachers[{served[0]}].engine=vllm"
     if not TEACHER_KINDS[teacher.weights].own_model:
         raise ValueError(
             f"teacher.weights={teacher.weights} with {why}: the servers load the weights of a file once and never "
             "again; expected own: set it, or teacher.engine=megatron"
         )
-    if teacher.parallel != ParallelConfig() or teacher.placement == "dedicated" or teacher.offload:
+    has_layout = teacher.parallel != ParallelConfig() or teacher.placement == "dedicated" or teacher.offload
+    if has_layout and not config.has_own_teachers:
         raise ValueError(
             f"teacher.placement={teacher.placement}, offload={str(teacher.offload).lower()} or teacher.parallel with "
             f"{why}: no rank of this job holds the teacher; expected them left out: remove them, and lay out the "
@@ -172,13 +174,35 @@ def _check_served_teacher(config: Config) -> None:
             f"teacher.vllm.placement=dedicated with {len(config.teacher_sources)} teachers: the servers of each would "
             "take the same last ranks of the job; expected one teacher, or colocated: set it"
         )
-    for i, source in enumerate(config.teacher_sources):
-        key = f"teachers[{i}]" if config.teachers else "teacher"
+    for i in served:
+        source, key = config.teacher_sources[i], f"teachers[{i}]" if config.teachers else "teacher"
         if source.checkpoint is not None or source.provider != "own":
             raise ValueError(
                 f"{key}.checkpoint={source.checkpoint} and {key}.provider={source.provider} with {why}: vLLM loads "
                 f"Hugging Face directories; expected null and own: name the model in {key}.hf_path"
             )
+
+
+def _check_teacher_endpoints(config: Config) -> None:
+    """Servers that somebody else runs are of one teacher, which is computed there."""
+    served, given = config.served_teachers, config.teacher.vllm.endpoints
+    for i, source in enumerate(config.teachers):
+        if source.endpoints and i not in served:
+            raise ValueError(
+                f"teachers[{i}].endpoints={source.endpoints} with engine={source.engine or config.teacher.engine}; "
+                f"expected vllm, whose servers these are: set teachers[{i}].engine=vllm"
+            )
+    sharing = [i for i in served if config.teachers and config.teachers[i].endpoints is None]
+    if given and len(sharing) > 1:
+        raise ValueError(
+            f"teacher.vllm.endpoints={given} with {len(sharing)} teachers: a server computes one of them; expected "
+            f"other servers for each: set teachers[{sharing[0]}].endpoints and so on"
+        )
+    if given and not served:
+        raise ValueError(
+            f"teacher.vllm.endpoints={given} with teacher.engine={config.teacher.engine}; expected vllm, whose servers "
+            "these are: set teacher.engine=vllm"
+        )
 
 
 def _check_reading_text(config: Config) -> None:

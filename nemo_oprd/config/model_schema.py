@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from nemo_oprd.config.server_schema import TeacherServerConfig
-from nemo_oprd.config.teacher_kinds import SERVED, TeacherEngine, TeacherWeights
+from nemo_oprd.config.teacher_kinds import TeacherEngine, TeacherWeights
 from nemo_oprd.config.types import (
     STRICT,
     Decay,
@@ -205,11 +205,6 @@ class TeacherConfig(ModelConfig):
     Of several teachers one at a time is then in device memory; without it all of them are.
     """
 
-    @property
-    def is_served(self) -> bool:
-        """Whether vLLM servers compute it."""
-        return SERVED[self.engine]
-
     @model_validator(mode="after")
     def _check(self) -> TeacherConfig:
         if self.prompt is not None and "{prompt}" not in self.prompt:
@@ -234,6 +229,10 @@ class TeacherSource(ModelSource):
     """directory of its bridge; null: it has the student's shape"""
     name: Free[str | None] = None
     """its name in metrics; null: its data sources"""
+    engine: Learned[TeacherEngine | None] = None
+    """who computes its states; null: `teacher.engine`"""
+    endpoints: Free[list[str] | None] = None
+    """addresses of its servers, which somebody else runs; null: `teacher.vllm.endpoints`"""
 
     @property
     def label(self) -> str:

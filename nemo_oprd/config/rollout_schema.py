@@ -28,17 +28,6 @@ from nemo_oprd.losses.correction import Correction, check_range
 class VllmConfig(ServerConfig):
     """The servers of `rollout.engine=vllm` (docs/vllm.md)."""
 
-    endpoints: Free[list[str]] = field(default_factory=list)
-    """addresses of servers that somebody else runs
-
-    Without any, the run starts `replicas` servers of `tensor` workers each. `http://HOST:PORT`, `https://HOST:PORT`
-    or `unix:///PATH`.
-    """
-    token_file: Free[FilePath | None] = None
-    """file of mode 0600 with the token of the servers at `endpoints` (docs/security.md)
-
-    `nemo-oprd serve --token-file FILE` makes one. Its first line is sent.
-    """
     transport: Free[Literal["auto", "file", "group", "ipc"]] = "auto"
     """how weights reach a server
 
@@ -54,16 +43,6 @@ class VllmConfig(ServerConfig):
 
     With the whole step nothing of a batch depends on when the server died.
     """
-
-    @model_validator(mode="after")
-    def _check(self) -> VllmConfig:
-        if self.endpoints and (self.replicas is not None or self.placement == "dedicated"):
-            raise ValueError(
-                f"rollout.vllm.endpoints={self.endpoints} with replicas={self.replicas} and placement="
-                f"{self.placement}: expected either servers that are there or servers that this run starts; leave one "
-                "of the two out"
-            )
-        return self
 
 
 @dataclass(config=STRICT)

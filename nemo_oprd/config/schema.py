@@ -19,7 +19,7 @@ from nemo_oprd.config.loss_schema import AdaptiveConfig, LossConfig, OutputLossC
 from nemo_oprd.config.model_schema import ModelSource, ParallelConfig, StudentConfig, TeacherConfig, TeacherSource
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.server_schema import ServerConfig
-from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.config.teacher_kinds import SERVED, TEACHER_KINDS
 from nemo_oprd.config.train_schema import TrainConfig
 from nemo_oprd.config.types import STRICT, FilePath, Fixed, Free, Learned, NonNegativeInt
 
@@ -80,3 +80,31 @@ class Config:
         model = self.teacher if TEACHER_KINDS[self.teacher.weights].own_model else self.student
         bridge = None if self.bridge.path == "none" else self.bridge.path
         return [TeacherSource(model.hf_path, model.checkpoint, model.provider, bridge=bridge)]
+
+    def is_served(self, source: TeacherSource) -> bool:
+        """Whether vLLM servers compute this teacher."""
+        return SERVED[source.engine or self.teacher.engine]
+
+    @property
+    def served_teachers(self) -> list[int]:
+        """The numbers of the teachers that vLLM servers compute."""
+        return [number for number, source in enumerate(self.teacher_sources) if self.is_served(source)]
+
+    @property
+    def has_own_teachers(self) -> bool:
+        """Whether ranks of this job compute a teacher."""
+        return len(self.served_teachers) < len(self.teacher_sources)
+
+    @property
+    def teacher_server_share(self) -> float:
+        """The fraction of a GPU's memory that one teacher's server takes; `auto` is divided among those of a GPU."""
+        settings = self.teacher.vllm
+        if settings.gpu_memory_utilization != "auto" or settings.placement == "dedicated":
+            return settings.memory_share
+        local = [number for number in self.served_teachers if not self.teacher_endpoints(number)]
+        return settings.memory_share / max(1, len(local))
+
+    def teacher_endpoints(self, number: int) -> list[str]:
+        """The addresses of the servers of teacher `number` that somebody else runs; empty: this run starts them."""
+        own = self.teacher_sources[number].endpoints
+        return self.teacher.vllm.endpoints if own is None else own

@@ -5,17 +5,39 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_oprd.config.types import STRICT, Free, Interpreter, Learned, NonNegativeInt, PositiveFloat, Share, Size
+from nemo_oprd.config.types import (
+    STRICT,
+    FilePath,
+    Free,
+    Interpreter,
+    Learned,
+    NonNegativeInt,
+    PositiveFloat,
+    Share,
+    Size,
+)
 
 
 @dataclass(config=STRICT)
 class ServerConfig:
-    """vLLM servers that a run starts, watches and ends."""
+    """vLLM servers that a run starts, watches and ends, or that somebody else runs."""
 
     python: Free[Interpreter | None] = None
     """interpreter of vLLM's environment; null: the project's `.venv-vllm`"""
+    endpoints: Free[list[str]] = field(default_factory=list)
+    """addresses of servers that somebody else runs
+
+    Without any, the run starts `replicas` servers of `tensor` workers each. `http://HOST:PORT`, `https://HOST:PORT`
+    or `unix:///PATH`.
+    """
+    token_file: Free[FilePath | None] = None
+    """file of mode 0600 with the token of the servers at `endpoints` (docs/security.md)
+
+    `nemo-oprd serve --token-file FILE` makes one. Its first line is sent.
+    """
     placement: Free[Literal["colocated", "dedicated"]] = "colocated"
     """servers on the student's machines and GPUs, or on the last ranks of the job
 
@@ -29,7 +51,10 @@ class ServerConfig:
     tensor: Free[Size] = 1
     """workers (tensor-parallel ranks) of a server"""
     gpu_memory_utilization: Free[Literal["auto"] | Share] = "auto"
-    """fraction of a GPU's memory that a server takes; auto: 0.4 beside the student, 0.9 of a GPU of its own"""
+    """fraction of a GPU's memory that a server takes; auto: 0.4 beside the student, 0.9 of a GPU of its own
+
+    Servers of several teachers beside the student divide the 0.4 of auto.
+    """
     flags: Learned[list[str | int | float]] = field(default_factory=list)
     """further arguments of a server"""
     start_timeout: Free[PositiveFloat] = 900.0
@@ -38,6 +63,16 @@ class ServerConfig:
     """seconds until a request must be answered"""
     max_restarts: Free[NonNegativeInt] = 10
     """restarts of one server before the run ends"""
+
+    @model_validator(mode="after")
+    def _check(self) -> ServerConfig:
+        if self.endpoints and (self.replicas is not None or self.placement == "dedicated"):
+            raise ValueError(  # {key}: rollout.vllm or teacher.vllm
+                f"{{key}}.endpoints={self.endpoints} with replicas={self.replicas} and placement="
+                f"{self.placement}: expected either servers that are there or servers that this run starts; leave one "
+                "of the two out"
+            )
+        return self
 
     @property
     def memory_share(self) -> float:

@@ -24,8 +24,9 @@ from nemo_oprd.losses.layer_mapping import (
 from nemo_oprd.models import ModelSpec, check_same_width
 from nemo_oprd.models.rope import Rope
 from nemo_oprd.rollout.engine_kinds import ENGINES
+from nemo_oprd.rollout.vllm.endpoint import check_endpoints
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
-from nemo_oprd.teacher_servers.launch import check_settings
+from nemo_oprd.teacher_servers.launch import KEY, check_settings
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
@@ -36,10 +37,9 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     """
     world_size = trainer_ranks(config, world_size)
     teacher = config.teacher.parallel
-    if config.teacher.is_served:
-        # whoever trains on states asks for them: the role packs whole sequences, and holds no model
+    if not config.has_own_teachers:
         student = config.student.parallel.layout(world_size, 0, "student")
-        return student, Layout(data=world_size)
+        return student, reader_layout(student)
     if config.teacher.placement == "colocated":
         student = config.student.parallel.layout(world_size, 0, "student")
         is_student = TEACHER_KINDS[config.teacher.weights].moves
@@ -56,6 +56,11 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
     )
 
 
+def reader_layout(student: Layout) -> Layout:
+    """The layout of a teacher that servers compute: who trains on states asks for them, in whole sequences."""
+    return Layout(data=student.size, first_rank=student.first_rank)
+
+
 def trainer_ranks(config: Config, world_size: int) -> int:
     """The number of ranks that hold models of the trainer; the ranks after them hold dedicated servers.
 
@@ -63,7 +68,7 @@ def trainer_ranks(config: Config, world_size: int) -> int:
         ValueError: no rank would be left.
     """
     ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
-    servers = dedicated_ranks(config.teacher.vllm) if config.teacher.is_served else 0
+    servers = dedicated_ranks(config.teacher.vllm) if config.served_teachers else 0
     if servers >= ranks:
         raise ValueError(
             f"teacher.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {ranks} rank(s) "
@@ -82,9 +87,14 @@ def check_engine(config: Config, student: ModelSpec) -> None:
 
 
 def check_teacher_servers(config: Config) -> None:
-    """Raises ValueError unless the servers of a teacher with `teacher.engine=vllm` can be started."""
-    if config.teacher.is_served:
-        check_settings(config.teacher.vllm)
+    """Raises ValueError unless the servers of teachers with `teacher.engine=vllm` can be started, or are addressed."""
+    for number in config.served_teachers:
+        if urls := config.teacher_endpoints(number):
+            own = config.teachers and config.teachers[number].endpoints
+            key = f"teachers[{number}].endpoints" if own else f"{KEY}.endpoints"
+            check_endpoints(urls, config.teacher.vllm.token_file, key, KEY)
+        else:
+            check_settings(config.teacher.vllm)
 
 
 def check_layouts(
@@ -96,7 +106,9 @@ def check_layouts(
         ValueError: the parallel sizes do not fit the number of ranks, or a model's heads, widths or layers.
     """
     student_layout, teacher_layout = make_layouts(config, world_size)
-    roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in teachers)]
+    served = config.served_teachers
+    held = [spec for number, spec in enumerate(teachers) if number not in served]
+    roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in held)]
     for role, spec, layout in roles:
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
         spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role}.parallel")

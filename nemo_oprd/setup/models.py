@@ -220,40 +220,42 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     try:
         return _build(plan, servers, trainable=trainable)
     except BaseException:
-        for each in servers:
+        for each in servers.values():
             each.close()
         raise
 
 
-def _start_teacher_servers(plan: RunPlan) -> list[TeacherServers]:
-    """The servers of all teachers, which start while models are loaded; empty without `teacher.engine=vllm`."""
+def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
+    """By teacher, the servers of those with `teacher.engine=vllm`, which start while models are loaded."""
     run = plan.run
-    if not run.config.teacher.is_served:
-        return []
+    if not run.config.served_teachers:
+        return {}
     from nemo_oprd.rollout.vllm.launch import DTYPES
     from nemo_oprd.teacher_servers.canary import Canary
     from nemo_oprd.teacher_servers.servers import TeacherServers
 
-    started = list[TeacherServers]()
+    started = dict[int, TeacherServers]()
     try:
-        for number, teacher in enumerate(run.models.teachers):
+        for number in run.config.served_teachers:
+            teacher = run.models.teachers[number]
             head = partial(plan.files.teachers[number].open(), "lm_head.weight") if plan.needs.teacher_states else None
             canary = Canary(teacher.spec, teacher.model.directory, DTYPES[run.config.precision], head)
-            started.append(TeacherServers(run.config, number, canary, run.teacher_layout))
+            started[number] = TeacherServers(run.config, number, canary, run.reader_layout)
     except BaseException:
-        for each in started:
+        for each in started.values():
             each.close()
         raise
     return started
 
 
-def _build(plan: RunPlan, servers: list[TeacherServers], *, trainable: bool) -> Distiller:
+def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool) -> Distiller:
     run, config = plan.run, plan.run.config
     objective, needs = plan.objective.on(device()), plan.needs
     student_role = make_role(
         "student", run.student_layout, saves=trainable, experts=run.models.student.spec.experts is not None
     )
     teacher_role = make_role("teacher", run.teacher_layout)
+    reader_role = make_role("teacher", run.reader_layout) if servers else teacher_role
     coords = student_role.coords or teacher_role.coords
     seed_everything(config.seed, coords.tensor if coords else 0)
     student = Student(
@@ -268,14 +270,14 @@ def _build(plan: RunPlan, servers: list[TeacherServers], *, trainable: bool) -> 
         trainable=trainable,
     )
     teachers: list[Teacher] = [
-        ServedTeacher(number, teacher_role, student.dtype, served) for number, served in enumerate(servers)
-    ] or [
-        _build_teacher(config, student, teacher_role, needs, number, files)
+        ServedTeacher(number, reader_role, student.dtype, servers[number])
+        if number in servers
+        else _build_teacher(config, student, teacher_role, needs, number, files)
         for number, files in enumerate(plan.files.teachers)
     ]
     for model in (plan.files.student, *plan.files.teachers):
         model.close()
-    for each in servers:
+    for each in servers.values():
         each.wait()
     dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
     return Distiller(config, objective, plan.watched, student, teachers, run.models.routing)

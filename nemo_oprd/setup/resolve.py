@@ -90,6 +90,11 @@ class RunSpec:
     student_layout: Layout
     teacher_layout: Layout
 
+    @property
+    def reader_layout(self) -> Layout:
+        """That of teachers which servers compute."""
+        return checks.reader_layout(self.student_layout)
+
 
 @dataclass(frozen=True)
 class SamplingSpec:
@@ -124,7 +129,7 @@ def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
     keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
     teachers = []
     for source, key in zip(config.teacher_sources, keys, strict=True):
-        if config.teacher.is_served:
+        if config.is_served(source):
             model = _served_model(source, key)
         # a teacher that starts from the student's files (teacher.weights other than own) is the same model
         elif _same_files(source, config.student):
@@ -169,7 +174,7 @@ def servers_limit(config: Config, student: ResolvedModel) -> int:
         sources = []
     teachers = [
         _served_model(source, "teacher")
-        if config.teacher.is_served
+        if config.is_served(source)
         else resolve_model(source, "teacher", beside=student)
         for source in sources
     ]
@@ -192,6 +197,11 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
     spec = read_model_spec(directory, family)
     check_provider(source.provider, spec, directory)
     return ResolvedModel(key, source, directory, spec)
+
+
+def resolve_served(config: Config, number: int) -> ResolvedModel:
+    """Teacher `number` of `config`, for servers; ValueError if its config.json does not say its sizes."""
+    return _served_model(config.teacher_sources[number], f"teachers[{number}]" if config.teachers else "teacher")
 
 
 def _served_model(source: ModelSource, key: str) -> ResolvedModel:

@@ -45,17 +45,28 @@ def server_arguments(config: Config, directory: Path, longest: int, *, cuda: boo
         "--disable-uvicorn-access-log",
     ]
     if cuda:
-        arguments += ["--gpu-memory-utilization", str(settings.memory_share)]
+        arguments += ["--gpu-memory-utilization", str(config.teacher_server_share)]
     if settings.tensor > 1:
         arguments += ["--distributed-executor-backend", "mp"]
     return [*arguments, *map(str, settings.flags)]
 
 
-def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, weights: str) -> None:
+def check_description(
+    found: dict[str, Any],
+    server: str,
+    config: Config,
+    spec: ModelSpec,
+    weights: str,
+    *,
+    tensor: int | None,
+    longest: int,
+) -> None:
     """Raises ValueError unless a server, as its workers describe it, computes this teacher, and in a way that is read.
 
     Args:
         weights: the digest of the teacher's files on this machine.
+        tensor: the number of its workers; None: whoever runs it chooses.
+        longest: the most tokens of a sequence that it has to compute.
     """
     wanted = {
         "num_hidden_layers": spec.num_layers,
@@ -65,7 +76,7 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
         "eager": True,
         "runner_v1": True,
         "prefix_caching": False,
-        "tensor": config.teacher.vllm.tensor,
+        "tensor": found.get("tensor") if tensor is None else tensor,
         "pipeline": 1,
         "lora": False,
         "speculative": False,
@@ -75,5 +86,11 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
     if differing:
         raise ValueError(
             f"{server} computes another model or in another way: {'; '.join(differing)}; expected the teacher, eager "
-            f"and without caches: leave out of {KEY}.flags what changes that"
+            f"and without caches: leave out of {KEY}.flags what changes that, and let `nemo-oprd serve --role teacher` "
+            "start a server that others run with this run's configuration"
+        )
+    if found["longest"] < longest:
+        raise ValueError(
+            f"{server} computes sequences of at most {found['longest']} tokens; expected {longest}, the longest of "
+            "this run or of the canary: start it with this run's data.max_prompt_tokens and rollout.max_new_tokens"
         )

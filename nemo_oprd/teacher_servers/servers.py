@@ -1,9 +1,10 @@
 """The vLLM servers of one teacher, as the ranks that read from them see them.
 
 One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role asks servers
-of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared memory. A
-request is a pure function of weights, ids and rows: if a server dies, the round ends when nothing else is left to ask,
-the server is restarted and checked again, and the next round asks for what is missing.
+of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared memory. Servers
+that somebody else runs are asked by all of these ranks, and proven by the first of them (`endpoints.py`). A request is
+a pure function of weights, ids and rows: if a server dies, the round ends when nothing else is left to ask, the server
+is restarted and checked again, and the next round asks for what is missing.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.canary import CanaryVerdict
-from nemo_oprd.models.megatron.parallel import device, everyones, wait_for_all
+from nemo_oprd.models.megatron.parallel import device, wait_for_all
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.controlled import machines_and_devices
+from nemo_oprd.rollout.vllm.endpoint import Endpoint
 from nemo_oprd.rollout.vllm.launch import find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks, rank_groups
 from nemo_oprd.rollout.vllm.sampling import GENERATE, Claimed, Sampling
@@ -36,6 +38,8 @@ from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
 from nemo_oprd.teacher_servers.canary import Canary
+from nemo_oprd.teacher_servers.endpoints import AnswerBodies, host_room, server_room, shared_endpoint
+from nemo_oprd.teacher_servers.known import KnownServers
 from nemo_oprd.teacher_servers.launch import (
     BATCHED_TOKENS,
     KEY,
@@ -54,24 +58,37 @@ ANSWERS_SHARE = 0.25
 
 @dataclass(frozen=True)
 class _Place:
-    """One server: the rank that starts it, its CUDA devices (None: without CUDA), and the ranks that ask it."""
+    """One server: the rank that starts or proves it, the ranks that ask it, and its CUDA devices (None: without CUDA).
+
+    `url` is that of a server that somebody else runs.
+    """
 
     number: int
     controller: int
     readers: tuple[int, ...]
-    devices: tuple[str, ...] | None
+    devices: tuple[str, ...] | None = None
+    url: str | None = None
 
 
-def place(config: Config, machines: Sequence[str], devices: Sequence[str | None], readers: range) -> list[_Place]:
+def place(
+    config: Config,
+    machines: Sequence[str],
+    devices: Sequence[str | None],
+    readers: range,
+    endpoints: Sequence[str] = (),
+) -> list[_Place]:
     """The servers of a teacher, the same on every rank.
 
     Args:
+        endpoints: the addresses of those that somebody else runs; without any, the run starts its own.
         machines, devices: per rank of the world, as in `rollout/vllm/placement.py`.
         readers: the ranks that need states.
 
     Raises:
         ValueError: a machine with readers has no server, or a server has no reader on its machine.
     """
+    if endpoints:
+        return [_Place(number, readers[0], tuple(readers), url=url) for number, url in enumerate(endpoints)]
     settings = config.teacher.vllm
     end = readers.stop + dedicated_ranks(settings)
     groups = rank_groups(settings, machines[:end], devices[:end], readers, "teacher")
@@ -170,7 +187,7 @@ class _AnswerFiles:
     requests: Mapping[int, Request]  # those under way
     width: int
     dtype: str
-    generations: dict[str, int]  # server's name -> how often it was started
+    generations: Mapping[str, int]  # server's name -> how often it was started
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
         """See `Reader`; what the server says by HTTP is a token that nobody needs."""
@@ -185,21 +202,56 @@ class _AnswerFiles:
         return request.read(*found, server, expected)
 
 
-def _neighbour(number: int) -> Server:
-    """A server that another rank of this machine has started."""
-    return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
+def _local_server(
+    config: Config, directory: Path, longest: int, where: _Place, number: int, folder: Path
+) -> LocalServer:
+    """A server of teacher `number`, not yet started; its sockets and answers go into `folder`."""
+    settings = config.teacher.vllm
+    return LocalServer(
+        where.number,
+        MAX_SEQUENCES,
+        settings.max_restarts,
+        key=KEY,
+        role="the teacher's vLLM server",
+        python=find_python(settings, KEY),
+        flags=server_arguments(config, directory, longest, cuda=device().type == "cuda"),
+        devices=where.devices,
+        log=Path(config.output) / "vllm" / f"teacher_{number}_server_{where.number}.log",
+        directory=folder,
+        variables=VARIABLES,
+    )
 
 
-async def _settled(client: Client, server: Server, config: Config, spec: ModelSpec, weights: str) -> dict[str, Any]:
+async def _settled(
+    client: Client, server: Server, config: Config, spec: ModelSpec, weights: str, longest: int
+) -> dict[str, Any]:
     """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
     timeout = config.teacher.vllm.start_timeout
     await client.wait_until_healthy(server, timeout)
     described = await client.ask_workers(server, "nemo_oprd_describe")
+    tensor = None if isinstance(server, Endpoint) else config.teacher.vllm.tensor
     for found in described:
-        check_description(found, server.name, config, spec, weights)
+        check_description(found, server.name, config, spec, weights, tensor=tensor, longest=longest)
     await client.ask_workers(server, "nemo_oprd_install")
     await client.post_watched(server, GENERATE, PROBE, timeout=timeout)
     return described[0]
+
+
+def _restart(server: Server, why: str, false_starts: dict[int, int]) -> None:
+    """Starts a server again that died, or counts on somebody else to do so.
+
+    Args:
+        false_starts: server's number -> how often in a row it died before it was ready.
+
+    Raises:
+        ServerRefused: it died too often.
+    """
+    false_starts[server.number] = false_starts.get(server.number, 0) + (server.pushed is None)
+    if false_starts[server.number] > 1:
+        log = server.log if isinstance(server, LocalServer) else "its log"
+        raise ServerRefused(f"{why}; it died twice before it was ready, expected a server that starts: read {log}")
+    server.pushed = None
+    server.restart(why)
 
 
 class TeacherServers:
@@ -219,14 +271,21 @@ class TeacherServers:
         self._config, self._canary, self._spec = config, canary, canary.spec
         self._settings = config.teacher.vllm
         ranks = range(readers.first_rank, readers.first_rank + readers.size)
-        places = place(config, *machines_and_devices(device().type == "cuda"), ranks)
+        machines, devices = machines_and_devices(device().type == "cuda")
+        endpoints = config.teacher_endpoints(number)
+        places = place(config, machines, devices, ranks, endpoints)
+        self._longest = longest_sequence(config, canary)
         self._number = number
+        # of this rank's machine, the ranks that hold answers
+        self._neighbours = sum(machines[rank] == machines[torch.distributed.get_rank()] for rank in ranks)
         self._rank = torch.distributed.get_rank()
         self._mine = [each for each in places if self._rank in each.readers]
         self._servers: dict[int, Server] = {}  # those that this rank asks
         self._client: Client | None = None
         self._shared: SharedFolder | None = None  # a controller's
-        self._answers: AnswerFolder | None = None
+        self._answers: AnswerFolder | None = None  # of this machine's servers; None: they are elsewhere
+        self._are_elsewhere = bool(endpoints)
+        self._known = KnownServers()
         self._false_starts: dict[int, int] = {}
         self._described: dict[int, dict[str, Any]] = {}  # what the servers of this rank say of themselves
         self.deaths = 0
@@ -234,32 +293,22 @@ class TeacherServers:
             return
         try:
             self._client = Client()
-            longest = longest_sequence(config, canary)
-            flags = server_arguments(config, canary.directory, longest, cuda=device().type == "cuda")
             for each in self._mine:
-                if each.controller == self._rank:
-                    self._start(each, number, flags)
+                if each.url is not None:
+                    self._servers[each.number] = shared_endpoint(config, each.number, each.url)
+                elif each.controller == self._rank:
+                    self._start(each, number)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, where: _Place, number: int, flags: list[str]) -> None:
+    def _start(self, where: _Place, number: int) -> None:
         if self._shared is None:
             self._shared = SharedFolder()
             self._shared.guard()
-        server = self._servers[where.number] = LocalServer(
-            where.number,
-            MAX_SEQUENCES,
-            self._settings.max_restarts,
-            key=KEY,
-            role="the teacher's vLLM server",
-            python=find_python(self._settings, KEY),
-            flags=flags,
-            devices=where.devices,
-            log=Path(self._config.output) / "vllm" / f"teacher_{number}_server_{where.number}.log",
-            directory=self._shared.path,
-            variables=VARIABLES,
-        )
+        directory, folder = self._canary.directory, self._shared.path
+        server = _local_server(self._config, directory, self._longest, where, number, folder)
+        self._servers[where.number] = server
         server.start()
 
     @property
@@ -279,7 +328,7 @@ class TeacherServers:
     def _prepare(self) -> Failures:
         """Prepares the servers of this rank, and tells the others where they listen."""
         failures, weights = Failures(), ""
-        own = {number: server for number, server in self._servers.items() if isinstance(server, LocalServer)}
+        own = self._controlled()
         if own:
             weights = weights_digest(str(self._canary.directory))
         for number, server in own.items():
@@ -292,14 +341,16 @@ class TeacherServers:
         wait_for_all()  # servers start for minutes, longer than a collective may take
         failures = failures.shared()
         failures.check()
-        found = {number: (server.generation, str(server.socket)) for number, server in own.items()}
-        for number, (generation, at) in ((n, where) for part in everyones(found) for n, where in part.items()):
-            if any(each.number == number for each in self._mine) and number not in own:
-                near = self._servers.setdefault(number, _neighbour(number))
-                near.generation, near.socket = generation, Path(at)
-        if self._answers is None and self._servers:
+        mine = {each.number for each in self._mine}
+        self._known.share(own, self._servers, mine, elsewhere=self._are_elsewhere)
+        if self._answers is None and self._servers and not self._are_elsewhere:
             self._answers = AnswerFolder(str(self._folder))
         return failures
+
+    def _controlled(self) -> dict[int, Server]:
+        """The servers that this rank starts, or proves, by number."""
+        numbers = {each.number for each in self._mine if each.controller == self._rank}
+        return {number: server for number, server in self._servers.items() if number in numbers}
 
     @property
     def _folder(self) -> Path:
@@ -316,9 +367,13 @@ class TeacherServers:
             ValueError: it computes something else.
         """
         assert self._client is not None
-        settling = _settled(self._client, server, self._config, self._spec, weights)
-        self._described[server.number] = self._client.run(settling)
-        self._answers = self._answers or AnswerFolder(str(self._folder))
+        settling = _settled(self._client, server, self._config, self._spec, weights, self._longest)
+        described = self._described[server.number] = self._client.run(settling)
+        self._known.generations[server.name] = described["generation"]
+        if self._are_elsewhere:
+            self._known.rooms[server.number] = server_room(self._client, server)
+        else:
+            self._answers = self._answers or AnswerFolder(str(self._folder))
         logger.info(f"{server.name} (teacher {self._number}): {self._show(server)}")
         server.pushed = weights
 
@@ -387,12 +442,15 @@ class TeacherServers:
         servers: list[Server],
     ) -> None:
         """One round: asks `servers` for what is missing until it is there or none of them is left."""
-        assert self._client is not None and self._answers is not None
+        assert self._client is not None
         sizes = {i: sum(requests[i].ask.sizes(self._spec.hidden_size, self._canary.dtype)) for i in missing}
         left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
         waiting = _Queue(left, sizes, self._room())
-        about = self._spec.hidden_size, self._canary.dtype, {server.name: server.generation for server in servers}
-        files = _AnswerFiles(self._answers, waiting.under_way, *about)
+        about = waiting.under_way, self._spec.hidden_size, self._canary.dtype, self._known.generations
+        reader: AnswerBodies | _AnswerFiles = AnswerBodies(*about, sizes)
+        if self._answers is not None:
+            reader = _AnswerFiles(self._answers, *about)
+        path_of = reader.path_of if isinstance(reader, AnswerBodies) else None
         readers = max(len(each.readers) for each in self._mine)
         arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
 
@@ -401,7 +459,7 @@ class TeacherServers:
             arrived.put((index, answer))
 
         slots, limit_s = max(1, MAX_SEQUENCES // readers), self._settings.request_timeout
-        work = Sampling(self._client, files, limit_s, waiting.claim, slots, deliver, waiting.give_back)
+        work = Sampling(self._client, reader, limit_s, waiting.claim, slots, deliver, waiting.give_back, path_of)
         under_way = self._client.start(work.run(servers))
         under_way.add_done_callback(lambda _: arrived.put(None))
         while (found := arrived.get()) is not None:
@@ -412,30 +470,22 @@ class TeacherServers:
             failures.refused.append(work.error)
 
     def _room(self) -> int:
-        """Bytes of answers that may wait in shared memory for this rank."""
+        """Bytes of answers that may wait for this rank, in shared memory or, of servers elsewhere, in its own."""
+        if self._are_elsewhere:
+            return min(host_room(self._neighbours), *self._known.rooms.values())
         free = os.statvfs(self._folder)
         return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // len(self._mine[0].readers)
 
     def _revive(self, died: dict[int, str]) -> None:
         """Restarts servers that died, after their unfinished answers are removed; every rank calls this."""
-        failures = Failures()
+        failures, own = Failures(), self._controlled()
         self.deaths += len(died)
         for number, why in died.items():
-            server = self._servers.get(number)
-            if not isinstance(server, LocalServer):
-                continue
-            assert self._shared is not None
-            self._false_starts[number] = self._false_starts.get(number, 0) + (server.pushed is None)
-            if self._false_starts[number] > 1:
-                failures.refused.append(
-                    f"{why}; it died twice before it was ready, expected a server that starts: read {server.log}"
-                )
-                continue
-            try:
-                server.pushed = None
-                server.restart(why)
-            except ServerRefused as refusal:
-                failures.refused.append(str(refusal))
+            if number in own:
+                try:
+                    _restart(own[number], why, self._false_starts)
+                except ServerRefused as refusal:
+                    failures.refused.append(str(refusal))
         if died and self._answers is not None and self._shared is not None:
             self._answers.clear()
         failures.shared().check()

@@ -6,8 +6,11 @@ import json
 import os
 import random
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +96,48 @@ def test_gemma3_teaches_qwen2(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"largest gradient deviation over 51 parameters: (\S+)", done.stdout)
     assert found is not None and float(found[1]) < ROW_TOLERANCE, done.stdout[-2000:]
+
+
+def test_two_runs_share_a_server(tmp_path: Path) -> None:
+    """`serve --role teacher` on a port: both runs at the same time, at other layouts, have float64 gradients."""
+    for role, spread in (("student", 0.05), ("teacher", 0.07)):
+        make_model("qwen3", tmp_path / role, num_hidden_layers=4, initializer_range=spread)
+    draw = random.Random(1)
+    lengths = ((5, 90), (30, 160), (7, 3), (100, 60))
+    write_rollouts(
+        tmp_path / "rollouts.jsonl",
+        [Rollout(*([draw.randrange(3, 512) for _ in range(n)] for n in both)) for both in lengths],
+    )
+    models = [f"{role}.hf_path={tmp_path}/{role}" for role in ("student", "teacher")]
+    common = [*models, f"rollout.replay={tmp_path}/rollouts.jsonl", "teacher.engine=vllm", "precision=fp32"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token, log = tmp_path / "token", tmp_path / "serve.log"
+    serve = [sys.executable, "-m", "nemo_oprd", "serve", "--role", "teacher", "--port", str(port)]
+    serve += ["--token-file", str(token), "--config-name", "verify", *common]
+    layouts = {1: [], 2: ["student.parallel.tensor=2", "student.parallel.sequence=true"]}
+    with log.open("wb") as out:
+        server = subprocess.Popen(serve, env=environment(tmp_path), stdout=out, stderr=out)
+    try:
+        while not token.exists():
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.2)
+        runs = {}
+        for ranks, layout in layouts.items():
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            command += ["--master-port", str(29571 + ranks), "-m", "nemo_oprd", "verify", "--against", "reference"]
+            command += ["--config-name", "verify", *common, *layout, f"output={tmp_path}/out_{ranks}"]
+            command += [f"teacher.vllm.endpoints=[http://127.0.0.1:{port}]", f"teacher.vllm.token_file={token}"]
+            piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            runs[ranks] = subprocess.Popen(command, env=environment(tmp_path), **piped)
+        for run in runs.values():
+            said, errors = run.communicate(timeout=PATIENCE_S)
+            assert run.returncode == 0, errors[-3000:] + log.read_text()[-3000:]
+            found = re.search(r"largest gradient deviation over \d+ parameters: (\S+)", said)
+            assert found is not None and float(found[1]) < ROW_TOLERANCE, said[-2000:]
+            print(found[0])
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    assert server.returncode == 0

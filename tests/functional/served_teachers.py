@@ -125,10 +125,11 @@ class ServedTeachers:
         return settings_of(self.bench(**faults))
 
     def of(self, overrides: list[str], **faults: Any) -> list[str]:
-        """The overrides of a run; where its teacher is behind servers, with a stand-in."""
-        if not {*SERVED} <= {*overrides}:
+        """The overrides of a run; where its teachers, or some of several, are behind servers, with a stand-in."""
+        if not any(each.startswith("teacher") and each.endswith(".engine=vllm") for each in overrides):
             return overrides
-        return [*overrides, *self.settings(**faults)]
+        made = self.settings(**faults)
+        return [*overrides, *made] if {*SERVED} <= {*overrides} else [*overrides, *made[1:]]
 
     def close(self) -> None:
         """Ends the threads."""

@@ -14,10 +14,12 @@ import signal
 import socket
 import sys
 import threading
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from door_stand_in import DoorStandIn
 from nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask, weights_digest
 from nemo_oprd_files import FOLDER
 from vllm_stand_in import HERE, Handler, Refusal, UnixServer, happens
@@ -52,7 +54,8 @@ class Teacher:
         found = {"num_hidden_layers": self.depth, "hidden_size": self.width, "vocab_size": self.vocabulary}
         found |= {"dtype": self.options.dtype, "eager": True, "runner_v1": True, "prefix_caching": False, "tensor": 1}
         found |= {"pipeline": 1, "lora": False, "speculative": False, "weights": weights_digest(self.options.model)}
-        found |= {"chunk": 2048, "version": "stand-in"}
+        found |= {"chunk": 2048, "version": "stand-in", "longest": self.options.max_model_len - 1}
+        found |= {"generation": int(os.environ[GENERATION])}
         return found | self.faults.get("describe", {})
 
     def teach(self, ids: list[int], text: str) -> None:
@@ -64,7 +67,8 @@ class Teacher:
             die = self.faults.get("die", {})
             dies = die.get("at") == self.asked and happens("die", die)
             with (HERE / "asks.jsonl").open("a") as file:
-                line = {"pid": os.getpid(), "server": self.options.uds, "tokens": len(ids), "ask": json.loads(text)}
+                line = {"pid": os.getpid(), "server": self.options.uds, "folder": os.environ[FOLDER]}
+                line |= {"tokens": len(ids), "ask": json.loads(text)}
                 file.write(json.dumps(line) + "\n")
         ask = Ask.parse(text, len(ids), self.depth, self.vocabulary)
         if dies:  # in the middle of an answer
@@ -88,18 +92,58 @@ def computed(task: dict[str, Any]) -> bytes:
     return values[1:]  # a byte that says that it did
 
 
+class SharedHandler(Handler):
+    """Of a server of `serve`: all calls pass its door."""
+
+    behind: DoorStandIn
+
+    def do_GET(self) -> None:
+        self._through(b"")
+
+    def do_POST(self) -> None:
+        self._through(self.rfile.read(int(self.headers["Content-Length"])))
+
+    do_PUT = do_DELETE = do_OPTIONS = do_POST
+
+    def _through(self, body: bytes) -> None:
+        self._send(*self.behind.request(self.command, self.path, dict(self.headers.items()), body))
+
+
+def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    """What the server behind the door answers."""
+    if method == "GET":
+        return 200, b""
+    try:
+        found = Handler.model.answer(path, json.loads(body))
+    except Refusal as refusal:
+        return 400, str(refusal).encode()
+    except Exception as error:  # as vLLM answers what its workers raise
+        return 500, str(error).encode()
+    return 200, b"" if found is None else json.dumps(found).encode()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("model", "dtype", "uds"):
+    for name in ("model", "dtype"):
         parser.add_argument(f"--{name}", required=True)
+    for name in ("uds", "host", "port", "middleware"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--max-model-len", type=int, required=True)
     options, _ = parser.parse_known_args()
     faults = json.loads((HERE / "faults.json").read_text())
     if "start" in faults and happens("start", faults["start"]):
         print(f"RuntimeError: {faults['start']['text']}")
         sys.exit(1)
     Handler.model = Teacher(options, faults)  # type: ignore[assignment]
-    Handler.disable_nagle_algorithm = False
-    server = UnixServer(options.uds, Handler, bind_and_activate=False)  # type: ignore[arg-type]
+    handler = Handler
+    if options.middleware:
+        handler, SharedHandler.behind = SharedHandler, DoorStandIn(options.middleware, answer)
+    server: ThreadingHTTPServer
+    if options.uds:
+        Handler.disable_nagle_algorithm = False
+        server = UnixServer(options.uds, handler, bind_and_activate=False)  # type: ignore[arg-type]
+    else:
+        server = ThreadingHTTPServer((options.host, int(options.port)), handler, bind_and_activate=False)
     server.request_queue_size = 128
     server.server_bind()
     server.server_activate()

@@ -50,6 +50,7 @@ RESPONSES = [("code", 4, 20), ("math", 3, 6), ("wide", 7, 11), ("math", 5, 2), (
 RESPONSES += [("other", 1, 13), ("math", 6, 25)]
 SMALL = 40
 WAVES = ("teacher.resident_microbatches=1", "teacher.offload=true")
+ENGINES = ("teachers.0.engine=vllm", "teachers.2.engine=vllm")
 CASES = [
     Case("dp1", objective="composed", tokens=SMALL),
     Case("dp1", objective="sampled", extra=WAVES),
@@ -60,6 +61,8 @@ CASES = [
     Case("dp2", "cp2", objective="composed", tokens=SMALL),
     Case("tp2", "pp2 dedicated", objective="sampled", tokens=SMALL, extra=WAVES),
     Case("tp2 sp", objective="composed", tokens=SMALL, extra=SERVED),
+    # of one run, teachers in the trainer and teachers behind servers, one of them through a bridge
+    Case("pp2", "tp2", objective="composed", tokens=SMALL, extra=ENGINES),
 ]
 
 
@@ -136,7 +139,14 @@ def test_the_plain_computation(bench: Bench) -> None:
     assert max(agreement(gradients, expected["gradients"]).values()) < 1e-6
 
 
-@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
+DEDICATED = Case("tp2 sp", "pp2 dedicated", objective="composed", tokens=SMALL, extra=ENGINES)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*sorted(CASES, key=lambda case: case.ranks), pytest.param(DEDICATED, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_gradients(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = f"output={tmp_path / 'out'}"
     arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])

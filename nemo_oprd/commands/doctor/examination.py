@@ -187,7 +187,7 @@ class Examination:
             of_teacher = "" if self.labels[number] is None else " of this teacher's data sources"
             return f"data.validation has no problems with answers{of_teacher}; add a set"
         rollout = self.config.rollout
-        if self.config.teacher.is_served:
+        if number in self.config.served_teachers:
             return "the teacher can't be sampled: its servers compute states and sample nothing"
         try:
             teacher.spec.check_tensor_parallel(rollout.tensor, "rollout.tensor")

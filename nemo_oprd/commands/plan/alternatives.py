@@ -138,10 +138,10 @@ class Search:
 
     def _teachers(self) -> list[_Place]:
         """The teacher's layouts, beside a student that fits any number of ranks."""
-        if TEACHER_KINDS[self.config.teacher.weights].moves:
+        if TEACHER_KINDS[self.config.teacher.weights].moves or not self.works.longest.own_teachers:
             return [_Place({}, 0.0)]
         work, found = self.works.longest, []
-        for changes in self._sizes("teacher", work.teachers[0].spec, (self.config.teacher.parallel.pipeline,)):
+        for changes in self._sizes("teacher", work.own_teachers[0].spec, (self.config.teacher.parallel.pipeline,)):
             layouts = self._layouts(changes | {"student.parallel": type(self.config.student.parallel)()})
             if layouts is not None:
                 stages = range(layouts[1].pipeline)
@@ -203,7 +203,7 @@ class Search:
     def _options(self) -> list[Changes]:
         """Settings beside layouts that make room, the last ones most."""
         teacher, rollout = self.config.teacher, self.config.rollout
-        own_weights = not TEACHER_KINDS[teacher.weights].moves
+        own_weights = not TEACHER_KINDS[teacher.weights].moves and bool(self.works.longest.own_teachers)
         offload = [True] if teacher.offload else [False, True] if own_weights else [False]
         waves = [teacher.resident_microbatches] + (["auto"] if teacher.resident_microbatches is None else [])
         engine: list[tuple[int, int]] = [(rollout.tensor, rollout.expert)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu, Layers
+from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu
 from nemo_oprd.commands.plan.memory import (
     Memory,
     buffers,
@@ -23,13 +23,14 @@ from nemo_oprd.commands.plan.memory import (
 from nemo_oprd.commands.plan.operations import StepBytes, StepFlops, step_bytes, step_flops
 from nemo_oprd.commands.plan.rollout_cost import Demand, Sampling, rollout_copy, sample
 from nemo_oprd.commands.plan.seconds import bubble, training_seconds
+from nemo_oprd.commands.plan.served import Servers, colocated_share, teacher_servers
 from nemo_oprd.commands.plan.workload import Workload, make_workload
 from nemo_oprd.config.memory_bounds import TARGET_SHARE
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.layout import Layout
 from nemo_oprd.rollout.engine_kinds import ENGINES
-from nemo_oprd.setup.checks import check_layouts
+from nemo_oprd.setup.checks import check_layouts, reader_layout
 from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
 from nemo_oprd.setup.resolve import RunModels, RunSpec
 
@@ -61,6 +62,7 @@ class Estimate:
         evaluation_seconds: seconds of one evaluation; None if the number of problems is unknown.
         seconds: phase -> seconds of a step.
         bubbles: role -> the share of its pipeline's time in which a rank waits.
+        servers: those of teachers that vLLM servers compute.
         idle: the ranks without a response; None: there are none.
         problems: what does not fit, one line each.
     """
@@ -78,6 +80,7 @@ class Estimate:
     bytes: StepBytes
     seconds: dict[str, float]
     bubbles: dict[str, float]
+    servers: tuple[Servers, ...]
     idle: IdleRanks | None
     problems: tuple[str, ...]
 
@@ -139,13 +142,8 @@ def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Esti
     """What a training run needs on `cluster`, for whose ranks it was resolved.
 
     Raises:
-        ValueError: vLLM servers compute the teacher, whose memory and time are not counted yet.
+        ValueError: the parameters of a teacher that servers compute can't be counted.
     """
-    if run.config.teacher.is_served:
-        raise ValueError(
-            "teacher.engine=vllm: what the teacher's servers need is not counted yet; expected megatron: plan with "
-            "teacher.engine=megatron teacher.placement=dedicated for the student's part"
-        )
     return estimate_works(make_works(run.config, run.models, lengths), cluster, lengths)
 
 
@@ -173,7 +171,9 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     evaluation, known = _evaluation(config, lengths, student.size)
     tested = None if evaluation is None else sample(work, evaluation, student.size, gpu, left)
     kinds = sorted((_with_sampling(kind, rollout, tested) for kind in kinds), key=lambda kind: -kind.memory.peak)
-    seconds = training_seconds(mean, gpu, student, teacher, gpus_per_node=cluster.gpus_per_node)
+    servers = teacher_servers(work, mean, student, gpu)
+    per_node = cluster.gpus_per_node
+    seconds = training_seconds(mean, gpu, student, teacher, gpus_per_node=per_node, servers=servers)
     if rollout is not None:
         seconds = {"sampling": rollout.seconds, **seconds}
     problems = [
@@ -182,6 +182,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
         for kind in kinds
         if kind.memory.peak > usable
     ]
+    problems += [each.problem for each in servers if each.problem is not None]
     problems += [each.problem for each in (rollout, tested) if each is not None and each.problem is not None]
     return Estimate(
         mean,
@@ -197,6 +198,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
         step_bytes(mean, student),
         seconds,
         {"student": bubble(student, mean.on(student).resident), "teacher": bubble(teacher, mean.on(teacher).count)},
+        servers,
         idle_ranks(config, student, teacher),
         tuple(problems),
     )
@@ -223,29 +225,38 @@ def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankK
     student, teacher = check_layouts(work.config, work.student, [each.spec for each in work.teachers], cluster.ranks)
     found: dict[tuple[int | None, ...], RankKind] = {}
     # of ranks that are alike the first ones have the most responses
-    for rank in sorted({*student.ranks, *teacher.ranks}):
+    held = (student, teacher) if work.own_teachers else (student,)
+    for rank in sorted(rank for layout in held for rank in layout.ranks):
         learns, teaches = (
-            layout.coordinates(rank).pipeline if rank in layout.ranks else None for layout in (student, teacher)
+            layout.coordinates(rank).pipeline if layout in held and rank in layout.ranks else None
+            for layout in (student, teacher)
         )
         if (learns, teaches) not in found:
-            held = _without_sampling(work, student, teacher, rank, cluster.layers)
-            found[learns, teaches] = RankKind(learns, teaches, rank, held)
+            memory = _without_sampling(work, student, teacher, rank, cluster)
+            found[learns, teaches] = RankKind(learns, teaches, rank, memory)
     return student, teacher, list(found.values())
 
 
-def _without_sampling(work: Workload, student: Layout, teacher: Layout, rank: int, layers: Layers) -> Memory:
+def _without_sampling(work: Workload, student: Layout, teacher: Layout, rank: int, cluster: Cluster) -> Memory:
     """Memory of a rank in all phases but those of sampling."""
     config, learns = work.config, student.coordinates(rank).pipeline if rank in student.ranks else None
+    layers = cluster.layers
     always: dict[str, float] = {}
     phases: dict[str, dict[str, float]] = {}
     captured = targets = 0.0
-    if rank in teacher.ranks:
+    if work.own_teachers and rank in teacher.ranks:
         at, copied = teacher.coordinates(rank), TEACHER_KINDS[config.teacher.weights].copied
         weights = teacher_weights(work, teacher, at.pipeline) if copied else 0.0
-        captured = captured_bytes(work, student, teacher, at)
+        captured = captured_bytes(work, student, teacher, at, work.own_teachers)
         forward = teacher_forward(work, teacher) if responses_of_wave(work, student, teacher, at.data) else 0.0
         phases["teacher"] = {"forward pass": forward, "captured rows": captured}
         (phases["teacher"] if config.teacher.offload else always)["teacher weights"] = weights
+    if learns is not None and work.served_teachers:
+        readers = reader_layout(student)
+        own = captured_bytes(work, student, readers, readers.coordinates(rank), work.served_teachers)
+        captured = max(captured, own)  # of one teacher after the other
+        phases["teacher"] = {"forward pass": 0.0, **phases.get("teacher", {}), "captured rows": captured}
+        always["teachers' servers"] = colocated_share(config) * cluster.gpu.memory
     if learns is not None:
         always |= student_state(work, student, learns)
         always["teacher's head"] = teacher_heads(work, student, learns)

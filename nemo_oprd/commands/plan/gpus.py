@@ -62,6 +62,7 @@ class Assumptions:
         bandwidth: the share of the memory's and of the links' bytes per second that is reached.
         launch: seconds between two operations of the in-process engine, which has no CUDA graphs.
         server_token: seconds of a vLLM server per token beside reading weights and cache.
+        host: bytes per second between a GPU and the memory of its machine, for the states of a teacher's servers.
         reserve: bytes that CUDA, NCCL and the allocator take.
     """
 
@@ -69,6 +70,7 @@ class Assumptions:
     bandwidth: float = 0.7
     launch: float = 5e-6
     server_token: float = 2e-3
+    host: float = 15e9
     reserve: float = 3 * 2**30
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nemo_oprd.commands.plan.activations import (
@@ -15,7 +16,7 @@ from nemo_oprd.commands.plan.activations import (
 from nemo_oprd.commands.plan.attention_kinds import delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
-from nemo_oprd.commands.plan.workload import Workload
+from nemo_oprd.commands.plan.workload import TeacherWork, Workload
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.layout import Coordinates, Layout
@@ -149,10 +150,10 @@ def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
     each, averages = [], TEACHER_KINDS[work.config.teacher.weights].averages
     # beside weights in bfloat16 the average is held in float32
     value_bytes = work.value_bytes + (4 if averages and work.value_bytes < 4 else 0)
-    for teacher in work.teachers:
+    for teacher in work.own_teachers:
         count = stage_parameters(teacher.spec, layout, pipeline, depth=teacher.depth, head=teacher.head or averages)
         each.append(float(count.all_held * value_bytes))
-    return max(each) if work.config.teacher.offload else sum(each)
+    return max(each, default=0.0) if work.config.teacher.offload else sum(each)
 
 
 def teacher_heads(work: Workload, layout: Layout, pipeline: int) -> float:
@@ -248,10 +249,12 @@ def logits_chunk(work: Workload, layout: Layout) -> float:
     return tensors * 4.0 * chunk * columns + rows * work.student.hidden_size * 2 * (4.0 + work.value_bytes)
 
 
-def captured_bytes(work: Workload, student: Layout, teacher: Layout, at: Coordinates) -> float:
-    """Bytes of the rows that the teacher's rank at `at` keeps for one wave, until they are sent."""
+def captured_bytes(
+    work: Workload, student: Layout, teacher: Layout, at: Coordinates, teachers: Sequence[TeacherWork]
+) -> float:
+    """Bytes of the rows of `teachers` that the teacher's rank at `at` keeps for one wave, until they are sent."""
     most = 0.0
-    for each in work.teachers:
+    for each in teachers:
         owned = set(teacher.owned_layers(at.pipeline, each.spec.num_layers))
         layers = sum(1 for layer in each.pairs.values() if layer in owned)
         # a rank keeps the rows that it sends: with sequence parallelism those that it holds, otherwise an equal part
@@ -293,10 +296,13 @@ def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: f
 def teacher_forward(work: Workload, teacher: Layout) -> float:
     """Bytes that come and go in a teacher's forward pass over one microbatch."""
     per_token = max(
-        # a state on its way between two stages, too
-        forward_bytes(each.spec, teacher, work.value_bytes)
-        + (each.spec.hidden_size * work.value_bytes if teacher.pipeline > 1 else 0)
-        for each in work.teachers
+        (
+            # a state on its way between two stages, too
+            forward_bytes(each.spec, teacher, work.value_bytes)
+            + (each.spec.hidden_size * work.value_bytes if teacher.pipeline > 1 else 0)
+            for each in work.own_teachers
+        ),
+        default=0.0,
     )
     return work.on(teacher).tokens / teacher.context * per_token
 

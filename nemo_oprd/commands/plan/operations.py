@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nemo_oprd.commands.plan.attention_kinds import all_attention_flops, attention_parameters
 from nemo_oprd.commands.plan.memory import student_parameters
 from nemo_oprd.commands.plan.parameters import model_parameters
+from nemo_oprd.commands.plan.served import served_flops
 from nemo_oprd.commands.plan.workload import Workload
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
@@ -63,8 +64,11 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
     teacher = 0.0
     for each in work.teachers:
         share = 1 / len(work.teachers)
-        teacher += share * forward(each.spec, each.depth)
-        if each.head:
+        if each.served is not None:
+            teacher += served_flops(each, work)
+        else:
+            teacher += share * forward(each.spec, each.depth)
+        if each.head and each.served is None:
             teacher += share * output * head_flops(each.spec)
         elif (
             each.sends_states and work.trains_head

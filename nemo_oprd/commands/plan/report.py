@@ -45,7 +45,14 @@ def _roles(found: Estimate) -> Iterator[str]:
         f"student    {model_parameters(work.student) / 1e9:.2f} B parameters, {student.describe()}, ranks "
         f"{_ranks(student.ranks)}"
     )
-    for each in work.teachers:
+    for served in found.servers:
+        yield (
+            f"teacher    {served.name}: {served.count} vLLM server(s) of {served.tensor} GPU(s), {served.placement}; "
+            f"of {served.memory / 1e9:.1f} GB per GPU {served.weights / 1e9:.1f} are weights, and "
+            f"{served.cache / 1e9:.2f} the cache of {served.longest:,} tokens; {served.row_bytes:,} bytes per token "
+            f"and layer, {served.answers / 1e9:.2f} GB per step"
+        )
+    for each in work.own_teachers:
         depth = f", layers 1 to {each.depth}" if each.depth < each.spec.num_layers else ""
         offload = ", weights on the host between its passes" if config.teacher.offload else ""
         yield (
@@ -134,7 +141,10 @@ def as_json(found: Estimate, near: list[Alternative]) -> dict[str, Any]:
         "teacher": found.teacher.describe(),
         "parameters": {
             "student": model_parameters(found.work.student),
-            "teachers": [model_parameters(each.spec) for each in found.work.teachers],
+            "teachers": [
+                model_parameters(each.spec) if each.served is None else each.served.parameters
+                for each in found.work.teachers
+            ],
         },
         "memory": [
             {"kind": kind.name, "rank": kind.rank, "always": kind.memory.always, "phases": kind.memory.phases}
@@ -144,7 +154,9 @@ def as_json(found: Estimate, near: list[Alternative]) -> dict[str, Any]:
         "flops": vars(found.flops),
         "bytes": found.bytes.by_kind(),
         "bubbles": found.bubbles,
-        "findings": [] if found.idle is None else [found.idle.as_json()],
+        "teacher_servers": [each.as_json() for each in found.servers],
+        "findings": ([] if found.idle is None else [found.idle.as_json()])
+        + [each.finding() for each in found.servers if each.problem is not None],
         "seconds": found.seconds,
         "step_seconds": found.step_seconds,
         "evaluation_seconds": found.evaluation_seconds,

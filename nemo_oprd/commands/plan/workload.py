@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_oprd.commands.plan.served_model import ServedModel, served_model
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.layout import Layout
@@ -25,6 +26,7 @@ class TeacherWork:
         depth: the deepest layer that it computes.
         head: whether it computes log-probabilities with its own head.
         sends_states: whether it sends final hidden states for the output loss.
+        served: its numbers, if vLLM servers compute it.
     """
 
     spec: ModelSpec
@@ -34,6 +36,7 @@ class TeacherWork:
     depth: int
     head: bool
     sends_states: bool
+    served: ServedModel | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,16 @@ class Workload:
     value_bytes: int
     trained_depth: int
     output_kind: str
+
+    @property
+    def own_teachers(self) -> tuple[TeacherWork, ...]:
+        """The teachers that ranks of the job compute."""
+        return tuple(teacher for teacher in self.teachers if teacher.served is None)
+
+    @property
+    def served_teachers(self) -> tuple[TeacherWork, ...]:
+        """The teachers that vLLM servers compute."""
+        return tuple(teacher for teacher in self.teachers if teacher.served is not None)
 
     @property
     def trains_head(self) -> bool:
@@ -191,7 +204,8 @@ def _teacher(
     if source.bridge is not None and source.bridge != "full_width":
         width, bytes_each = bridge_rank(config, source.bridge, student.hidden_size, spec.hidden_size), 4
     depth = spec.num_layers if trained or watched else max(pairs.values(), default=0)
-    return TeacherWork(spec, pairs, width, bytes_each, depth, from_samples, sends_states)
+    served = served_model(teacher.model.directory, spec) if teacher.model.served else None
+    return TeacherWork(spec, pairs, width, bytes_each, depth, from_samples, sends_states, served)
 
 
 def bridge_rank(config: Config, directory: str, *widths: int) -> int:

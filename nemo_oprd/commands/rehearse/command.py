@@ -104,6 +104,11 @@ def run(options: argparse.Namespace) -> int:
     config = config_of(options)
     check_trains(config)
     layers.check(options.layers, config)
+    if config.served_teachers:
+        raise ValueError(
+            "teacher.engine=vllm: a rehearsal has no servers; expected megatron: rehearse with teacher.engine=megatron "
+            "teacher.placement=dedicated for the student's part"
+        )
     run_spec = resolve(config, options.ranks)
     prompt = options.prompt_tokens or config.data.max_prompt_tokens or 256
     response = min(options.response_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)

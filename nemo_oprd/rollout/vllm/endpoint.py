@@ -65,9 +65,17 @@ def caller(token_file: str, output: str, url: str) -> dict[str, str]:
     """
     of_endpoint = f"{os.path.realpath(output)} {url}".encode()
     lease = hmac.digest(_secret(Path(output) / LEASE_FILE), of_endpoint, "sha256").hex()
+    return guest(token_file, output) | {LEASE: f"{lease}.{secrets.token_hex(16)}"}
+
+
+def guest(token_file: str, output: str) -> dict[str, str]:
+    """`caller` without a lease, for servers that several runs share; every rank may call this.
+
+    Raises:
+        ValueError: `token_file` holds no token.
+    """
     return {
         "authorization": f"Bearer {read_tokens(token_file)[0]}",
-        LEASE: f"{lease}.{secrets.token_hex(16)}",
         RUN: ascii(f"{Path(output).name} (process {os.getpid()} on {socket.gethostname()})")[1:-1],
     }
 
@@ -86,23 +94,28 @@ def _secret(file: Path) -> bytes:
         return secret.encode()
 
 
-def check_endpoints(urls: list[str], token_file: str | None) -> None:
-    """Raises ValueError unless `urls` are addresses of servers, and `token_file` is that of their token."""
+def check_endpoints(
+    urls: list[str], token_file: str | None, key: str = "rollout.vllm.endpoints", group: str = "rollout.vllm"
+) -> None:
+    """Raises ValueError unless `urls` are addresses of servers, and `token_file` is that of their token.
+
+    Args:
+        key, group: where `urls` are named, and the group that has `token_file`.
+    """
     for url in urls:
         parts = urlsplit(url)
         is_socket = url.startswith(f"{UNIX}/")
         if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ValueError(
-                f"rollout.vllm.endpoints: {url!r} is not the address of a server; expected e.g. http://127.0.0.1:8000 "
-                "or unix:///PATH"
+                f"{key}: {url!r} is not the address of a server; expected e.g. http://127.0.0.1:8000 or unix:///PATH"
             )
     if urls and token_file is None:
         raise ValueError(
-            f"rollout.vllm.endpoints={urls} without rollout.vllm.token_file; expected the file with the servers' "
+            f"{key}={urls} without {group}.token_file; expected the file with the servers' "
             "token: set it to the FILE of `nemo-oprd serve --token-file FILE`"
         )
     if urls:
         try:
             read_tokens(str(token_file))
         except ValueError as error:
-            raise ValueError(f"rollout.vllm.token_file={error}") from None
+            raise ValueError(f"{group}.token_file={error}") from None

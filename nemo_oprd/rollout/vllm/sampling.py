@@ -49,6 +49,7 @@ class Sampling(Generic[T]):
         claim: the next request; None if there are no more. Other controllers claim from the same queue.
         slots: the most requests that a server gets at a time, so that no server takes what another one has room for.
         deliver: called with every answer: the index of its request, what was read, and the number of the server.
+        path_of: where a request is posted, by its index; None: GENERATE.
         take_back: called with a request that was claimed for a server which has died; `claim` gives it again. None: it
             is kept here, and asked of a server that is left.
         died: per server, why it counts as dead.
@@ -65,6 +66,7 @@ class Sampling(Generic[T]):
     slots: int
     deliver: Callable[[int, T, int], None]
     take_back: Callable[[Claimed], None] | None = None
+    path_of: Callable[[int], str] | None = None
     died: dict[int, str] = field(default_factory=dict)
     error: str | None = None
     busy_s: dict[int, float] = field(default_factory=dict)
@@ -153,7 +155,7 @@ class Sampling(Generic[T]):
                 return
             index, body = claimed
             try:
-                answer = await self._ask(server, body)
+                answer = await self._ask(server, index, body)
                 found = self.check.read(index, answer, body["sampling_params"]["max_tokens"], server.name)
                 self.deliver(index, found, server.number)
                 self.busy_s[server.number] = time.monotonic() - self._started
@@ -167,12 +169,13 @@ class Sampling(Generic[T]):
                 self.give_back(claimed)
                 raise
 
-    async def _ask(self, server: Server, body: dict[str, Any]) -> bytes:
+    async def _ask(self, server: Server, index: int, body: dict[str, Any]) -> bytes:
         """The answer to one request, which is repeated if its connection broke and the server is well."""
+        path = GENERATE if self.path_of is None else self.path_of(index)
         for _ in range(REPETITIONS):
             try:
-                return await self.client.post(server, GENERATE, body, timeout=self.timeout_s, read=bytes)
+                return await self.client.post(server, path, body, timeout=self.timeout_s, read=bytes)
             except ConnectionBroken:
                 if not await self.client.stays_healthy(server):
                     raise
-        return await self.client.post(server, GENERATE, body, timeout=self.timeout_s, read=bytes)
+        return await self.client.post(server, path, body, timeout=self.timeout_s, read=bytes)

@@ -35,7 +35,15 @@ def run(
 
 BESIDE = [
     f"tests/functional/test_{name}.py"
-    for name in ("nemo_rl", "prune_layers", "safe_unpickling", "served_teachers", "stream", "vllm_engine")
+    for name in (
+        "nemo_rl",
+        "prune_layers",
+        "safe_unpickling",
+        "served_teachers",
+        "shared_teachers",
+        "stream",
+        "vllm_engine",
+    )
 ]
 DEFAULT = (
     "|".join(["tests/functional", *(f"--ignore={file}" for file in BESIDE)]),

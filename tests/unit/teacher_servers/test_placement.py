@@ -41,3 +41,22 @@ def test_states_do_not_cross_machines() -> None:
         ValueError, match=r"server 0 would be on b, where no rank of the student is; expected one there"
     ):
         placed(["placement=dedicated"], "aab", range(2))
+
+
+def test_servers_that_somebody_else_runs_are_asked_by_all_and_proven_by_the_first() -> None:
+    """On whatever machine; no rank starts one."""
+    config = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "output=o", "teacher.engine=vllm"])
+    urls = ["http://c:1", "unix:///tmp/socket"]
+    found = place(config, "aabb", [None] * 4, range(1, 4), urls)
+    assert [(each.controller, each.readers, each.devices) for each in found] == [(1, (1, 2, 3), None)] * 2
+    assert [each.url for each in found] == urls
+
+
+def test_each_teacher_has_its_own_addresses() -> None:
+    """Those of its entry, else those of `teacher.vllm`."""
+    entries = "{hf_path: a, data_sources: [x], engine: vllm, endpoints: ['http://a:1']}, "
+    entries += "{hf_path: b, data_sources: [y], engine: vllm}, {hf_path: c}"
+    settings = ["student.hf_path=a", "output=o", f"teachers=[{entries}]", "teacher.vllm.endpoints=['http://b:1']"]
+    config = load_config("verify", settings)
+    assert config.served_teachers == [0, 1] and config.has_own_teachers
+    assert [config.teacher_endpoints(number) for number in (0, 1)] == [["http://a:1"], ["http://b:1"]]

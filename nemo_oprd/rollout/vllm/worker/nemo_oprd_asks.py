@@ -14,18 +14,23 @@ import math
 import os
 import re
 import stat
+import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # key of `extra_args`
 ASK = "nemo_oprd_ask"
 # environment of a server: how often it was started
 GENERATION = "NEMO_OPRD_GENERATION"
 NAME = re.compile(r"[0-9a-f]{32}")
+# calls of a server that several runs share: STATES/NAME?bytes=N, a request with an ask, whose HTTP answer is then the
+# file of that name; ROOM, the bytes of answers that may be there at a time
+STATES, ROOM = "/nemo_oprd/states", "/nemo_oprd/room"
 # values per row in place of a final state: log-probability of a token, entropy
 LOGPROB_COLUMNS = 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -160,31 +165,59 @@ class AnswerFolder:
         finally:
             os.unlink(name + _PARTIAL, dir_fd=self._folder)
 
-    def take(self, name: str) -> tuple[dict[str, Any], bytearray] | None:
-        """(Header, values) of an answer, which is removed; None if there is none."""
+    def open(self, name: str) -> int | None:
+        """The descriptor of an answer, for reading, which is removed from the folder; None if there is none."""
         try:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
         except FileNotFoundError:
             return None
-        with os.fdopen(file, "rb") as stream:
-            os.unlink(name, dir_fd=self._folder)
-            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            size = os.fstat(file).st_size - _LENGTH_BYTES - length
-            if not 0 < length <= _MOST_HEADER_BYTES or size < 0:
-                raise ValueError(f"{self._path}/{name} has no header; expected an answer of a server of this run")
-            header, values = json.loads(stream.read(length)), bytearray(size)
-            stream.readinto(values)
-        return header, values
+        os.unlink(name, dir_fd=self._folder)
+        return file
 
-    def clear(self) -> None:
-        """Removes all answers, also those that a dead server has not completed."""
+    def take(self, name: str) -> tuple[dict[str, Any], bytearray] | None:
+        """(Header, values) of an answer, which is removed; None if there is none."""
+        file = self.open(name)
+        if file is None:
+            return None
+        with os.fdopen(file, "rb") as stream:
+            return read_answer(stream, os.fstat(file).st_size, f"{self._path}/{name}")
+
+    def clear(self, older_s: float = 0.0) -> None:
+        """Removes all answers, also those that a dead server has not completed.
+
+        Args:
+            older_s: only those that were begun so many seconds ago or earlier.
+        """
         for name in os.listdir(self._folder):
             if NAME.fullmatch(name.removesuffix(_PARTIAL)):
-                os.unlink(name, dir_fd=self._folder)
+                with suppress(FileNotFoundError):  # taken meanwhile
+                    begun = os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_ctime
+                    if time.time() - begun >= older_s:
+                        os.unlink(name, dir_fd=self._folder)
+
+    def room(self) -> int:
+        """Free bytes where the folder is."""
+        free = os.fstatvfs(self._folder)
+        return free.f_bavail * free.f_frsize
 
     def close(self) -> None:
         """Closes the folder."""
         os.close(self._folder)
+
+
+def read_answer(stream: BinaryIO, size: int, where: str) -> tuple[dict[str, Any], bytearray]:
+    """(Header, values) of an answer of `size` bytes.
+
+    Raises:
+        ValueError: what `where` names is none.
+    """
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    left = size - _LENGTH_BYTES - length
+    if not 0 < length <= _MOST_HEADER_BYTES or left < 0:
+        raise ValueError(f"{where} has no header; expected an answer of a server of this run")
+    header, values = json.loads(stream.read(length)), bytearray(left)
+    stream.readinto(values)  # type: ignore[attr-defined]
+    return header, values
 
 
 def weights_digest(directory: str) -> str:

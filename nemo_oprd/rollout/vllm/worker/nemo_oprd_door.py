@@ -82,7 +82,7 @@ class Door:
         """Lets a request in, or answers it."""
         answer = None if scope["type"] == "lifespan" else self._answer(scope)
         if answer is None:
-            await self._app(scope, receive, send)
+            await self._pass(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -100,9 +100,14 @@ class Door:
         given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if not sum(hmac.compare_digest(given, token) for token in self._tokens):  # all of them, in constant time
             return 401, "the call has no token, or another one; expected a token of the server's file: name that file"
-        return None if reads else self._check_lease(path, headers)
+        return None if reads else self._check_call(path, headers)
 
-    def _check_lease(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
+    async def _pass(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """What a request that is let in gets: the server."""
+        await self._app(scope, receive, send)
+
+    def _check_call(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
+        """As `_answer`, of a call with a token that may change something: it needs the lease."""
         whole = headers.get(LEASE.encode(), b"")
         lease, _, start = whole.partition(b".")
         now = time.monotonic()

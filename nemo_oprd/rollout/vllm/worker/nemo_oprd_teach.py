@@ -439,5 +439,7 @@ class TeacherExtension:
             "speculative": config.speculative_config is not None,
             "weights": weights_digest(model.model),
             "chunk": config.scheduler_config.max_num_batched_tokens,
+            "longest": model.max_model_len - 1,  # one more is sampled
+            "generation": int(os.environ[GENERATION]),
             "version": f"vllm {vllm.__version__} torch {torch.__version__} {worker.device.type}",
         }

@@ -1,0 +1,93 @@
+"""The sizes of a model that vLLM servers compute, whose family need not be one of this project.
+
+Parameters are counted in the headers of the weight files, and where there are none, by the shape of one of this
+project's families. Caches and attention follow from names that families share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.commands.plan.parameters import expert_parameters, model_parameters
+from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
+
+_EXPERTS = re.compile(r"\.experts\.")
+_LENGTH_BYTES = 8
+# what families call the same number; the first one that a config has counts
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
+_HEADS = ("num_attention_heads", "n_head")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_ALL_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that servers compute.
+
+    Attributes:
+        parameters: of the whole model.
+        active: those that a token is multiplied with, the embedding left out.
+        cached: numbers that a token leaves in the caches of all layers, sliding windows not taken into account.
+        cached_per_worker: whether tensor-parallel workers divide these (latent attention is not divided).
+        attention: heads times their size, of one layer.
+    """
+
+    parameters: int
+    active: int
+    cached: int
+    cached_per_worker: bool
+    attention: int
+
+    def cache_bytes(self, tensor: int, value_bytes: int) -> float:
+        """Bytes of a token's cache on one of `tensor` GPUs."""
+        return self.cached * value_bytes / (tensor if self.cached_per_worker else 1)
+
+
+def served_model(directory: Path, spec: ModelSpec) -> ServedModel:
+    """The numbers of the model in `directory`, whose spec says no more than depth, width and vocabulary.
+
+    Raises:
+        ValueError: there are no weight files, and the family is none of this project's.
+    """
+    text = {**spec.hf_config, **(spec.hf_config.get("text_config") or {})}
+    sizes = _tensor_sizes(directory)
+    if not sizes and spec.model_type not in FAMILIES:
+        raise ValueError(
+            f"{directory}: there are no *.safetensors, and {spec.model_type} is none of this project's families, whose "
+            "parameters can be counted without; expected weights: plan where they are"
+        )
+    total = sum(sizes.values()) or model_parameters(read_model_spec(directory))
+    experts = sum(size for name, size in sizes.items() if _EXPERTS.search(name))
+    if not sizes:
+        own = read_model_spec(directory)
+        experts = sum(expert_parameters(own, layer) for layer in range(1, own.num_layers + 1))
+    share = _number(text, _CHOSEN, 1) / max(1, _number(text, _ALL_EXPERTS, 1)) if experts else 1.0
+    embedding = spec.vocab_size * spec.hidden_size
+    active = total - experts + int(experts * share) - (0 if spec.tied_embeddings else embedding)
+    heads = max(1, _number(text, _HEADS, 1))
+    head_size = int(text.get("head_dim") or spec.hidden_size // heads)
+    latent = text.get("kv_lora_rank")
+    per_layer = 2 * _number(text, _KV_HEADS, heads) * head_size
+    if latent:
+        per_layer = int(latent) + int(text.get("qk_rope_head_dim") or 0)
+    return ServedModel(total, active, per_layer * spec.num_layers, not latent, heads * head_size)
+
+
+def _number(text: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+    return int(next((text[name] for name in names if text.get(name) is not None), default))
+
+
+def _tensor_sizes(directory: Path) -> dict[str, int]:
+    """Name -> numbers of every tensor in the weight files, from their headers alone."""
+    found: dict[str, int] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "little")))
+        found |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return found
