@@ -149,12 +149,10 @@ def lagged(results: Results) -> str:
         if lag and without:
             change = [_signed(*difference(measured, without[0][2], key)) for _, key, _ in MEASURES]
         values = [f"{mean(measured, key):.{digits}f}" for _, key, digits in MEASURES]
-        drift = run["training"].get("rollout/drift_kl")
-        cells = [loss, str(lag), f"{run['rate']:g}", str(updates), *values, *change]
-        rows.append([*cells, "" if drift is None else f"{drift:.3f}"])
+        rows.append([loss, str(lag), f"{run['rate']:g}", str(updates), *values, *change])
     rows.sort(key=lambda row: (row[0], int(row[1])))
     names = [heading for heading, *_ in MEASURES]
-    headings = ["loss", "lag", "rate", "updates", *names, *(f"{name}: minus lag 0" for name in names), "drift, nats"]
+    headings = ["loss", "lag", "rate", "updates", *names, *(f"{name}: minus lag 0" for name in names)]
     return _table(headings, rows) if rows else ""
 
 

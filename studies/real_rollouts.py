@@ -179,6 +179,7 @@ def result_file(arm: Arm) -> Path:
 def training(records: list[dict[str, Any]]) -> dict[str, Any]:
     """The training's curves, tokens that were sampled, seconds, and what a lag changed in the second half."""
     late = records[len(records) // 2 :]
+    # the engine records log-probabilities, and so a drift, only where a correction needs them
     names = ("rollout/lag_mean", "rollout/drift_kl", "rollout/drift_effective_sample_size", "rollout/correction_mean")
     means = {name: sum(record[name] for record in late) / len(late) for name in names if name in late[0]}
     sampled = sum(record["response_length/mean"] for record in records) * real_study.RESPONSES
