@@ -33,10 +33,10 @@ def make_models(root: Path, model: Path) -> None:
     common = ["--hf-path", str(teacher), "--output"]
     if not (root / "pruned.txt").is_file():
         chosen = ["--keep", str(KEEP), "--prompts", str(TRAIN), "--count", "64"]
-        text = _tool("prune_layers", *common, str(root / "pruned"), *chosen)
+        text = run_tool("prune_layers", *common, str(root / "pruned"), *chosen)
         (root / "pruned.txt").write_text(text)
     if not (root / "quantised").is_dir():
-        _tool("round_weights", *common, str(root / "quantised"), "--bits", str(BITS))
+        run_tool("round_weights", *common, str(root / "quantised"), "--bits", str(BITS))
 
 
 def kept_layers(root: Path) -> list[int]:
@@ -54,7 +54,8 @@ def layer_map(name: str, kept: list[int], depth: int) -> dict[int, int] | None:
     return dict(enumerate(kept if name == "kept" else following, start=1))
 
 
-def _tool(name: str, *arguments: str) -> str:
+def run_tool(name: str, *arguments: str) -> str:
+    """What a tool of checkpoint_tools/ prints; raises RuntimeError if it fails."""
     command = [sys.executable, str(ROOT / "checkpoint_tools" / f"{name}.py"), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -54,12 +54,17 @@ class Study:
 
     root: Path
 
-    def prepare(self, teacher: Path) -> None:
-        """Makes the models and bridges that are missing, and measures the students before training."""
+    def make_models(self, teacher: Path) -> None:
+        """Makes the models that are missing."""
         models = self.root / "models"
         make_models(models, teacher)
         self.kept = kept_layers(models)
         self.depth = json.loads((models / "teacher" / "config.json").read_text())["num_hidden_layers"]
+
+    def prepare(self, teacher: Path) -> None:
+        """Makes the models and bridges that are missing, and measures the students before training."""
+        models = self.root / "models"
+        self.make_models(teacher)
         self._moments()  # before runs begin side by side: sampling has one random state per process
         for student in STUDENTS:
             if not _result(f"{student}-start").is_file():
@@ -73,7 +78,7 @@ class Study:
         began = time.time()
         directory = self.root / "runs" / arm.name
         shutil.rmtree(directory, ignore_errors=True)
-        self._command("train", ["--config-name", "real_model", *self._settings(arm, directory)], f"{arm.name}.train")
+        self.command("train", ["--config-name", "real_model", *self.settings(arm, directory)], f"{arm.name}.train")
         records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         self._write(arm, directory, records, began)
         for large in ("hf", "checkpoints"):
@@ -83,12 +88,13 @@ class Study:
         """Measures a trained student and writes the result."""
         measured = self._compare(arm.name, directory / "hf")
         write_result(arm.name, {"arm": asdict(arm), "settings": arm.all_settings, "measured": measured,
-                                "operations": operations(self._settings(arm, directory)),
+                                "operations": operations(self.settings(arm, directory)),
                                 "training": curves(records), "machine": machine(),
                                 "seconds": round(time.time() - began)})  # fmt: skip
         print(f"{time.strftime('%H:%M')} {arm.name}: {line(measured)}", flush=True)
 
-    def _settings(self, arm: Arm, directory: Path) -> list[str]:
+    def settings(self, arm: Arm, directory: Path) -> list[str]:
+        """Of the training run in `directory`; those of the arm come last."""
         models = self.root / "models"
         settings = [
             f"student.hf_path={models / arm.student}", f"teacher.hf_path={models / 'teacher'}", f"data.train={TRAIN}",
@@ -109,7 +115,7 @@ class Study:
         return settings
 
     def _layer_map(self, arm: Arm) -> dict[int, int] | None:
-        return layer_map(arm.layer_map, self.kept, self.depth) if arm.student == "pruned" else None
+        return layer_map(arm.layer_map, self.kept, self.depth) if arm.student != "quantised" else None
 
     def _bridge(self, arm: Arm, kind: str) -> Path:
         """The bridge of a kind between the arm's student and the teacher, made if it is missing."""
@@ -157,14 +163,15 @@ class Study:
             "--output", str(place), "--teacher-responses", str(TEACHER_RESPONSES),
             "--count", str(HELDOUT_PROMPTS), "--max-new-tokens", str(NEW_TOKENS),
         ]  # fmt: skip
-        self._command("compare", arguments, f"{name}.compare")
+        self.command("compare", arguments, f"{name}.compare")
         return read_measurements(place, name)
 
-    def _command(self, command: str, arguments: list[str], log_name: str) -> None:
+    def command(self, command: str, arguments: list[str], log_name: str, module: str = "nemo_oprd") -> None:
+        """Runs a command of the package, or of a module around it; raises RuntimeError if it fails."""
         log = self.root / "logs" / f"{log_name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        words = [sys.executable, "-m", "nemo_oprd", command, *arguments]
+        words = [sys.executable, "-m", module, command, *arguments]
         with log.open("w") as out:
             ended = subprocess.run(words, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=False)
         if ended.returncode:
@@ -208,7 +215,7 @@ def check_result(arm: Arm, result: dict[str, Any]) -> None:
         )
 
 
-def operations(settings: list[str]) -> dict[str, float]:
+def operations(settings: list[str], response: int = NEW_TOKENS) -> dict[str, float]:
     """Counted floating-point operations of an update in 10^9, by `nemo-oprd plan`'s formulas; metrics are left out."""
     from nemo_oprd.commands.plan.operations import step_flops
     from nemo_oprd.commands.plan.workload import make_workload
@@ -217,7 +224,7 @@ def operations(settings: list[str]) -> dict[str, float]:
     unwatched = [*settings, "logging.output_metrics_every=0"]
     with _COMPOSING:
         config = load_config("real_model", unwatched)
-    work = make_workload(config, resolve_models(config), prompt=PROMPT_TOKENS, response=NEW_TOKENS)
+    work = make_workload(config, resolve_models(config), prompt=PROMPT_TOKENS, response=response)
     return {kind: value / 1e9 for kind, value in asdict(step_flops(work)).items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parent / "results" / "toy_rollouts"
 STEPS = 60  # updates of a run that is not shortened
 EQUAL = 0.03  # runs whose operations differ by less have as many
 SEED = 0  # the one at which rates are chosen
+SEEDS = (SEED, 1, 2)
 BASE, WHOLE = "mse token", "all"
 LOSS_ORDER = (BASE, "mse predicting", "forward_kl", "full_vocab", "sampled_token", "sampled_token corrected")
 
@@ -142,6 +143,52 @@ def lagged(results: Results) -> str:
     return _table(["loss", "lag", "rate", *headings, *(f"{heading}: minus lag 0" for heading in headings)], rows)
 
 
+def close(results: Results) -> Iterator[tuple[str, Result, Result]]:
+    """(what is compared, run, run) of every seed, at the rate that is best at the first seed."""
+    beginning, late = {"tokens": "first 8", "lag": 0}, {"tokens": WHOLE, "lag": 8}
+    run = best(results, loss=BASE, **beginning)
+    if run is None:
+        return
+    whole = runs_of(results, loss=BASE, tokens=WHOLE, lag=0)
+    counts = sorted({each["arm"]["steps"] for each in whole if abs(_work(each) / _work(run) - 1) < EQUAL} | {STEPS})
+    compared = [
+        (f"first 8, {STEPS} updates - all, {count}", BASE, beginning, {"steps": count}) for count in counts[::-1]
+    ]
+    compared += [(f"{loss}, lag 8 - lag 0", loss, late, {"steps": STEPS}) for loss in (BASE, "mse predicting")]
+    for label, loss, changes, plain in compared:
+        for seed in SEEDS:
+            of_seed = {"loss": loss, "seed": seed, "rate": run["arm"]["rate"]}
+            ones = runs_of(results, **of_seed, **changes, steps=STEPS)
+            others = runs_of(results, **of_seed, tokens=WHOLE, lag=0, **plain)
+            if ones and others:
+                yield label, ones[0], others[0]
+
+
+def seeds(results: Results) -> str:
+    """Differences of close runs: means over seeds with intervals over problems, and what each seed says."""
+    pairs: dict[str, list[tuple[Result, Result]]] = {}
+    for label, one, other in close(results):
+        pairs.setdefault(label, []).append((one, other))
+    rows = []
+    for label, runs in pairs.items():
+        cells = []
+        means = _differences(*map(_pooled, zip(*runs, strict=True)))
+        for mean, (_, key, factor, digits) in zip(means, MEASURES, strict=True):
+            each = [
+                factor * np.mean(one["heldout"][key]) - factor * np.mean(other["heldout"][key]) for one, other in runs
+            ]
+            cells.append(f"{mean}; seeds " + ", ".join(f"{value:+.{digits}f}" for value in each))
+        rows.append([label, *cells])
+    found = sorted({one["arm"]["seed"] for runs in pairs.values() for one, _ in runs})
+    return _table([f"seeds {', '.join(map(str, found))}", *(heading for heading, *_ in MEASURES)], rows)
+
+
+def _pooled(runs: Iterable[Result]) -> Result:
+    """The problems of several seeds as those of one run."""
+    values = [run["heldout"] for run in runs]
+    return {"heldout": {key: np.concatenate([each[key] for each in values]) for _, key, *_ in MEASURES}}
+
+
 def _by_rate(results: Results, loss: str, tokens: str, lag: int) -> dict[float, Result]:
     runs = runs_of(results, loss=loss, tokens=tokens, lag=lag, steps=STEPS)
     return {each["arm"]["rate"]: each for each in runs}
@@ -162,4 +209,4 @@ def rates(results: Results) -> str:
 
 def tables(results: Results) -> str:
     """All tables in Markdown."""
-    return "\n\n".join(table(results) for table in (beginnings, against_whole, lagged, rates))
+    return "\n\n".join(table(results) for table in (beginnings, against_whole, lagged, seeds, rates))

@@ -35,7 +35,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.setup.resolve import resolve_models
 from studies.real_study import write_json
 from studies.toy_models import PAIR_WIDTH
-from studies.toy_rollout_tables import RESULTS, SEED, STEPS, read_results, tables
+from studies.toy_rollout_tables import RESULTS, SEED, SEEDS, STEPS, read_results, tables
 from studies.toy_study import run_command
 
 RESPONSES, WHOLE = 64, 30  # a right response has 29 or 30 tokens
@@ -178,6 +178,12 @@ def stages(study: Study) -> Iterator[list[Arm]]:
     yield [Arm(*parts[3]), *(replace(whole, steps=steps) for steps in shorter[1:])]
     yield [Arm(*key, LOWER) for key in parts[:2]]
     yield [Arm(loss, "all", 2, LOWER if "sampled" in loss else RATE) for loss in LOSSES]
+    # the comparisons whose sides are close, with other pairs, prompts and samples
+    close = [whole, Arm(*parts[0]), replace(whole, steps=shorter[0]), replace(whole, lag=8)]
+    close += [Arm("mse predicting", lag=lag) for lag in (0, 8)]
+    for seed in SEEDS[1:]:
+        yield [replace(arm, seed=seed) for arm in close]
+    yield [Arm(*key, rate) for rate in (LOWER, HIGHER) for key in reversed(losses) if "mse" in key[0]]
     yield [Arm(*key, HIGHER) for key in losses if "sampled" not in key[0]]
 
 
@@ -258,13 +264,15 @@ def main() -> None:
     parser.add_argument("command", choices=["run", "table"])
     parser.add_argument("--output", default="runs/rollouts", metavar="DIR")
     parser.add_argument("--jobs", type=int, default=1, help="number of simultaneous runs; each has one thread")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only arms whose names contain one of these")
     options = parser.parse_args()
     if options.command == "run":
         torch.set_num_threads(1)
         study = Study(Path(options.output).absolute())
         study.start(SEED)
         for arms in stages(study):
-            run_all(study, arms, options.jobs)
+            wanted = [arm for arm in arms if not options.only or any(text in arm.name for text in options.only)]
+            run_all(study, wanted, options.jobs)
     print(tables(read_results()))
 
 
