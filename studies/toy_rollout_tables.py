@@ -178,9 +178,11 @@ def seeds(results: Results) -> str:
                 factor * np.mean(one["heldout"][key]) - factor * np.mean(other["heldout"][key]) for one, other in runs
             ]
             cells.append(f"{mean}; seeds " + ", ".join(f"{value:+.{digits}f}" for value in each))
-        rows.append([label, *cells])
+        ends = [[np.mean(run["by_position"]["reverse_kl"][slice(*POSITIONS[-1])]) for run in pair] for pair in runs]
+        rows.append([label, *cells, ", ".join(f"{one - other:+.4f}" for one, other in ends)])
     found = sorted({one["arm"]["seed"] for runs in pairs.values() for one, _ in runs})
-    return _table([f"seeds {', '.join(map(str, found))}", *(heading for heading, *_ in MEASURES)], rows)
+    headings = [*(heading for heading, *_ in MEASURES), f"KL(s\\|t) of tokens {POSITIONS[-1][0] + 1}-, seeds"]
+    return _table([f"seeds {', '.join(map(str, found))}", *headings], rows)
 
 
 def _pooled(runs: Iterable[Result]) -> Result:
