@@ -86,13 +86,16 @@ class EngineBeside:
         self._came |= {i: rollout for i, rollout in found.items() if i not in own}
         return self._own_of(found)
 
-    def cut(self, ticket: Ticket) -> dict[int, Rollout]:
+    def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`: what was added is complete before."""
         found = dict[int, Rollout]()
-        if self._under_way is not None:
-            wanted = set(range(self._own, len(ticket.requests)))
-            found = self._engine.gather(ticket, lambda complete: wanted <= complete)
-        found |= self._engine.cut(ticket)
+        try:
+            if self._under_way is not None:
+                wanted = set(range(self._own, len(ticket.requests)))
+                found = self._engine.gather(ticket, lambda complete: wanted <= complete, should_cancel)
+            found |= self._engine.cut(ticket, should_cancel)
+        except GenerationCancelled as cancelled:
+            raise GenerationCancelled(self._own_of(cancelled.completed)) from None
         self._take(self._came | found)
         return self._own_of(found)
 

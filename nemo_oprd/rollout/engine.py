@@ -194,12 +194,15 @@ class RolloutEngine(Protocol):
             GenerationCancelled: as `collect`, with all responses that are complete. The ticket is over.
         """
 
-    def cut(self, ticket: Ticket) -> dict[int, Rollout]:
+    def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """Ends a ticket with what there is, before the weights change; after `gather`, or without it.
 
         Returns:
             What `gather` would return, and the tokens so far of responses that were under way (`finish_reason` None).
             Requests of which nothing was sampled are left out.
+
+        Raises:
+            GenerationCancelled: as `gather`, where a cut has to wait for responses.
         """
 
     def generate(
@@ -271,9 +274,9 @@ class Generates:
         ticket.given.update(range(len(ticket.requests)))
         return dict(enumerate(self.collect(ticket, should_cancel)))
 
-    def cut(self: RolloutEngine, ticket: Ticket) -> dict[int, Rollout]:
+    def cut(self: RolloutEngine, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`."""
-        return self.gather(ticket, lambda complete: True)
+        return self.gather(ticket, lambda complete: True, should_cancel)
 
 
 def check_room(requests: list[Request], max_positions: int) -> None:

@@ -33,6 +33,7 @@ class StreamSampler(RolloutSampler):
     # by their place, what is admitted and not taken: the tokens so far, None without any; and what is asked for them
     _pool: dict[Place, Rollout | None] = field(default_factory=dict)
     _asked: dict[Place, Request] = field(default_factory=dict)
+    _home: set[int] = field(default_factory=set)  # the requests of the last portion whose responses are in the pool
     _groups: int | None = None  # that were admitted; None: as many as steps were made
     # what the last step took; the weights do not have it before that step is over
     _taken: dict[Place, Rollout] = field(default_factory=dict)
@@ -49,7 +50,11 @@ class StreamSampler(RolloutSampler):
         if self._under_way is None:
             return
         (portion, ticket), self._under_way = self._under_way, None
-        found = self._engine_of(portion).cut(ticket)
+        try:
+            found = self._engine_of(portion).cut(ticket, self.should_cancel)
+        except GenerationCancelled as cancelled:  # while an evaluation is sampled, too; this step is not made
+            self._take(portion, cancelled.completed)
+            self._stop(portion, cancelled.completed, step)
         self._note(portion, ticket, ticket.submitted)
         self._take(portion, found)
 
@@ -122,6 +127,7 @@ class StreamSampler(RolloutSampler):
         """Lets the engine begin with all that is not complete, the oldest first."""
         complete = self._complete()
         places = [place for place in sorted(self._pool) if place not in complete]
+        self._home = set()
         if not places:
             return
         requests = [self.schedule.continued(self._asked[place], self._pool[place], *place) for place in places]
@@ -153,12 +159,14 @@ class StreamSampler(RolloutSampler):
         self._take(portion, dict(enumerate(rollouts)))
 
     def _take(self, portion: Portion, found: dict[int, Rollout]) -> None:
-        """Takes responses, or their next tokens, by the index of their request."""
-        for i, rollout in found.items():
+        """Takes responses, or their next tokens, by the index of their request; what was taken before is left out."""
+        new = sorted(found.keys() - self._home)
+        self._home |= {*new}
+        for i in new:
             place = portion.places[i]
-            self._pool[place] = self.schedule.grown(self._pool[place], rollout)
-        if found:
-            self._unchecked.append([found[i] for i in sorted(found)])
+            self._pool[place] = self.schedule.grown(self._pool[place], found[i])
+        if new:
+            self._unchecked.append([found[i] for i in new])
 
 
 def _tokens_file(directory: Path) -> Path:

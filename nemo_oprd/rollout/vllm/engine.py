@@ -201,10 +201,10 @@ class VllmEngine(Generates):
                 self._complete_round(ticket, should_cancel)
         return self._rounds.given(ticket)
 
-    def cut(self, ticket: Ticket) -> dict[int, Rollout]:
+    def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`. The servers end what they sample, and are paused until the next weights.
 
-        A server that dies meanwhile is started again, and gets the next weights; its unfinished tokens are lost.
+        Nothing is waited for. A server that dies meanwhile is started again, and gets the next weights; its unfinished tokens are lost.
 
         Raises:
             ValueError: a server refuses, or died too often.

@@ -46,7 +46,7 @@ class Engine:
         ticket.done |= found
         return found
 
-    def cut(self, ticket: Any) -> dict[int, Rollout]:
+    def cut(self, ticket: Any, should_cancel: Any = None) -> dict[int, Rollout]:
         return {i: Rollout([1], [i]) for i in range(len(ticket.requests)) if i not in ticket.done}
 
 

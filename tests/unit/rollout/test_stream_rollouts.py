@@ -36,7 +36,7 @@ class SlowEngine:
 
     def __init__(self, version: int = 0) -> None:
         self.weights, self.metrics = Weights(version, f"digest of {version}"), dict[str, float]()
-        self.asked, self.stops = list[list[Request]](), False
+        self.asked, self.stops, self.stops_at_cut = list[list[Request]](), False, False
 
     def step(self) -> None:
         self.weights = Weights(self.weights.steps + 1, f"digest of {self.weights.steps + 1}")
@@ -70,7 +70,9 @@ class SlowEngine:
         ticket.given |= {*new}
         return new
 
-    def cut(self, ticket: Any) -> dict[int, Rollout]:
+    def cut(self, ticket: Any, should_cancel: Any = None) -> dict[int, Rollout]:
+        if self.stops_at_cut:
+            raise GenerationCancelled(self._complete(ticket))
         whole = self.gather(ticket, lambda complete: True)
         begun = {i: tokens for i, tokens in ticket.tokens.items() if 0 < tokens < self._needs(ticket.requests[i])}
         return whole | {i: self._rollout(ticket.requests[i], tokens) for i, tokens in begun.items()}
@@ -205,6 +207,22 @@ def test_a_stop_keeps_what_is_complete(tmp_path: Path) -> None:
         after = taken_of(resumed, range(2, STEPS))
         check(after, 2)
         assert prompts_of(before + after) == prompts_of(taken_of(sampler(WholeEngine(), tmp_path), range(STEPS)))
+
+
+def test_a_stop_before_the_weights_change_does_not_make_the_step(tmp_path: Path) -> None:
+    """Where a cut waits for an evaluation: what the step has taken is there again, once."""
+    made = sampler(SlowEngine(), tmp_path)
+    before = taken_of(made, range(3))
+    made.rollouts(3)
+    made.engine.stops_at_cut = True
+    with pytest.raises(Stopped, match=re.escape("(3, 3, ")):
+        made.settle(3)
+    made.write_ahead(3, tmp_path / "checkpoint")
+    resumed = sampler(SlowEngine(3), tmp_path, 3)
+    resumed.read_ahead(tmp_path / "checkpoint")
+    after = taken_of(resumed, range(3, STEPS))
+    check(after, 3)
+    assert prompts_of(before + after) == prompts_of(taken_of(sampler(WholeEngine(), tmp_path), range(STEPS)))
 
 
 @pytest.mark.parametrize("change", ["train.prompts_per_step=1", "rollout.per_prompt=2", "rollout.max_lag=6"])
