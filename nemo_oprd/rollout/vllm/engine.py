@@ -204,7 +204,8 @@ class VllmEngine(Generates):
     def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`. The servers end what they sample, and are paused until the next weights.
 
-        Nothing is waited for. A server that dies meanwhile is started again, and gets the next weights; its unfinished tokens are lost.
+        Nothing is waited for. A server that dies meanwhile is started again, and gets the next weights; its unfinished
+        tokens are lost.
 
         Raises:
             ValueError: a server refuses, or died too often.
