@@ -194,10 +194,6 @@ REFUSED = {
         f"teacher.provider={MODULE}:another_model: ffn",
     ),
     "one role only": (["teacher.provider=own"], "provider=own for a gemma model"),
-    "in-process engine": (
-        ["rollout.replay=null", "data.train=prompts.jsonl", "rollout.expert=2"],
-        "rollout.expert=2, but the in-process engine samples gemma models|the gemma model has no experts",
-    ),
 }
 # case -> (family, changes of the student's config.json, what is said)
 WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -280,9 +280,6 @@ def test_samples_without_a_cache(models: Path, alone: Path, family: str) -> None
 # case -> (family, settings, what is said)
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "norm over all heads": ("olmoe", [*TENSOR], "student.parallel.tensor=2, but the olmoe model norms the queries"),
-    "heads of the delta net": (
-        "qwen3_5_text", ["student.parallel.context=8"], "student.parallel.context=8 with student.parallel.tensor=1",
-    ),
     "windows of Gemma": ("gemma3_text", ["student.parallel.context=2"], "student.parallel.context=2, but the gemma3"),
     "windows": ("gpt_oss", ["student.parallel.context=2"], "student.parallel.context=2, but the gpt_oss model has"),
     "biases": (
@@ -290,7 +287,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     ),
     "loss of routers": ("glm4_moe", ["student.router_aux_loss=0.1"], "student.router_aux_loss=0.1 for a glm4_moe"),
     "in-process engine": (
-        "gpt_oss", ["rollout.replay=null", "data.train=prompts.jsonl", "rollout.expert=2"],
+        "gpt_oss", ["rollout.replay=null", "data.train=prompts.jsonl", "rollout.tensor=2", "rollout.expert=2"],
         "rollout.expert=2, but the in-process engine samples gpt_oss models",
     ),
 }  # fmt: skip

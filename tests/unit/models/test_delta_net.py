@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from family_configs import QWEN3
 
+from nemo_oprd.models import parse_model_spec
+from nemo_oprd.models.architecture import DeltaNet
 from nemo_oprd.models.canary.delta_rule import recurrence
 from nemo_oprd.models.megatron.delta_net import CHUNK, causal_convolution, gated_delta_rule, l2norm
 
@@ -49,6 +54,13 @@ def test_the_rule_is_the_recurrence(dtype: torch.dtype, tolerance: float) -> Non
     for found, exact in zip(outcome(dtype, definition=False), expected, strict=True):
         assert found.dtype == dtype
         assert float((found.double() - exact).norm() / exact.norm()) < tolerance
+
+
+def test_context_ranks_must_divide_the_heads() -> None:
+    spec = replace(parse_model_spec(QWEN3), delta=DeltaNet((True,) * QWEN3["num_hidden_layers"], 4, 8, 8, 8, 4))
+    spec.check_attention_parallel(2, 2, "student.parallel")
+    with pytest.raises(ValueError, match="context=2 with student.parallel.tensor=4 does not divide the 4 key heads"):
+        spec.check_attention_parallel(4, 2, "student.parallel")
 
 
 def test_the_convolution_sees_its_own_sequence_only() -> None:
