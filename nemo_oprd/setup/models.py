@@ -231,6 +231,7 @@ def _start_teacher_servers(plan: RunPlan) -> list[TeacherServers]:
     if not run.config.teacher.is_served:
         return []
     from nemo_oprd.rollout.vllm.launch import DTYPES
+    from nemo_oprd.teacher_servers.bridge import ServedBridge
     from nemo_oprd.teacher_servers.canary import Canary
     from nemo_oprd.teacher_servers.servers import TeacherServers
 
@@ -238,7 +239,8 @@ def _start_teacher_servers(plan: RunPlan) -> list[TeacherServers]:
     try:
         for number, teacher in enumerate(run.models.teachers):
             head = partial(plan.files.teachers[number].open(), "lm_head.weight") if plan.needs.teacher_states else None
-            canary = Canary(teacher.spec, teacher.model.directory, DTYPES[run.config.precision], head)
+            bridge = ServedBridge.of(plan.objective.teachers[number])
+            canary = Canary(teacher.spec, teacher.model.directory, DTYPES[run.config.precision], head, bridge)
             started.append(TeacherServers(run.config, number, canary, run.teacher_layout))
     except BaseException:
         for each in started:

@@ -22,6 +22,7 @@ from nemo_oprd.models.canary import CanaryVerdict, canary_key, canary_prompts, k
 from nemo_oprd.models.canary.prompts import sliding_window
 from nemo_oprd.models.canary.reference import reference_states, why_unavailable
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.teacher_servers.bridge import ServedBridge
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 # of a log-probability, by the precision of states and head
@@ -39,12 +40,14 @@ class Canary:
     Attributes:
         dtype: in which the servers compute.
         head: reads the LM head that the trainer applies to final states; None: it applies none.
+        bridge: what the servers apply to the states of the run; the canary's own are in full width.
     """
 
     spec: ModelSpec
     directory: Path
     dtype: str
     head: Callable[[], torch.Tensor] | None
+    bridge: ServedBridge | None = None
     verdict: CanaryVerdict | None = None  # of the last proof
 
     def prove(self, ask: Asks, described: dict[str, Any], room: int) -> str:
@@ -61,6 +64,8 @@ class Canary:
         if self.head is not None:
             self._check_head(ask, prompts[0])
         states = self._states(ask, prompts, room)
+        if self.bridge is not None:
+            self._check_bridge(self.bridge, ask, prompts[0], states)
         key = self._key(described, states)
         if (kept := kept_verdict(key)) is not None:
             self.verdict = kept
@@ -97,6 +102,12 @@ class Canary:
             answers = ask([Request(ids, Ask(uuid.uuid4().hex, part, [*range(len(ids))], [])) for ids in prompts])
             found |= {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(part)}
         return found
+
+    def _check_bridge(self, bridge: ServedBridge, ask: Asks, ids: list[int], states: States) -> None:
+        """Compares what servers project with what this process makes of the same states."""
+        wanted = Ask(uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank)
+        (answer,) = ask([Request(ids, wanted)])
+        bridge.check_projection(answer.states, [states[layer][0] for layer in bridge.layers], str(self.directory))
 
     def _compared(self, states: States, prompts: list[list[int]], described: dict[str, Any]) -> CanaryVerdict:
         spec, depth, found = self.spec, self.spec.num_layers, dict(states)

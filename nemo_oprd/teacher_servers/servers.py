@@ -35,6 +35,7 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+from nemo_oprd.teacher_servers.bridge import ServedBridge
 from nemo_oprd.teacher_servers.canary import Canary
 from nemo_oprd.teacher_servers.launch import (
     BATCHED_TOKENS,
@@ -190,7 +191,9 @@ def _neighbour(number: int) -> Server:
     return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
 
 
-async def _settled(client: Client, server: Server, config: Config, spec: ModelSpec, weights: str) -> dict[str, Any]:
+async def _settled(
+    client: Client, server: Server, config: Config, spec: ModelSpec, weights: str, bridge: ServedBridge | None
+) -> dict[str, Any]:
     """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
     timeout = config.teacher.vllm.start_timeout
     await client.wait_until_healthy(server, timeout)
@@ -198,6 +201,11 @@ async def _settled(client: Client, server: Server, config: Config, spec: ModelSp
     for found in described:
         check_description(found, server.name, config, spec, weights)
     await client.ask_workers(server, "nemo_oprd_install")
+    if bridge is not None:
+        assert server.socket is not None
+        loading = bridge.loading(server.socket.parent)
+        loaded = await client.post_watched(server, "/collective_rpc", loading, timeout=timeout)
+        bridge.check_loaded(loaded["results"], server.name)
     await client.post_watched(server, GENERATE, PROBE, timeout=timeout)
     return described[0]
 
@@ -267,6 +275,11 @@ class TeacherServers:
         """What the last server of this rank has shown; None on ranks that have started none."""
         return self._canary.verdict
 
+    @property
+    def bridge(self) -> ServedBridge | None:
+        """What servers apply to the states that are asked for."""
+        return self._canary.bridge
+
     def wait(self) -> None:
         """Waits until all servers are there and are the right ones. Every rank calls this.
 
@@ -316,7 +329,7 @@ class TeacherServers:
             ValueError: it computes something else.
         """
         assert self._client is not None
-        settling = _settled(self._client, server, self._config, self._spec, weights)
+        settling = _settled(self._client, server, self._config, self._spec, weights, self.bridge)
         self._described[server.number] = self._client.run(settling)
         self._answers = self._answers or AnswerFolder(str(self._folder))
         logger.info(f"{server.name} (teacher {self._number}): {self._show(server)}")

@@ -1,7 +1,7 @@
 """A teacher that vLLM servers compute: its ranks ask for the rows of their own sequences.
 
 The role is data-parallel over the student's ranks and holds no weights. Plans, transfers and everything after them are
-those of any teacher. Servers send states in the model's dtype; a frozen bridge projects them on the rank that asked.
+those of any teacher. Servers send states in the model's dtype, or what a bridge makes of them, in float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ServedTeacher(Teacher):
             ServerRefused: a server gives no states, or died too often.
         """
         match, term, coords = objective.run.teachers[self.number], objective.output, self.role.coords
-        wanted = [] if coords is None else wanted_sequences(rollouts, plan, coords.data, match, term)
+        bridge = self.servers.bridge
+        wanted = [] if coords is None else wanted_sequences(rollouts, plan, coords.data, match, term, bridge)
         shards = Shards(match, term, self.dtype, objective.run.student.num_layers)
         self.servers.gather([each.request for each in wanted], lambda i, answer: shards.take(wanted[i], answer))
         return (None, None) if coords is None else shards.joined()

@@ -63,6 +63,15 @@ def states_of(directory: str, dtype: str, ids: list[int], ask: Ask) -> list[torc
     return [states.to(getattr(torch, dtype)), rows]
 
 
+def project(states: torch.Tensor, bridge: dict[str, Any]) -> torch.Tensor:
+    """[maps, rows, R] of the states [maps, rows, D] by the maps in a bridge's file: a mean, and the rows of a basis."""
+    numbers = torch.frombuffer(bytearray(Path(bridge["path"]).read_bytes()), dtype=torch.float32)
+    maps = numbers.view(len(bridge["layers"]), 1 + bridge["rank"], bridge["width"]).double()
+    return torch.stack(
+        [(rows.double() - each[0]) @ each[1:].T for rows, each in zip(states, maps, strict=True)]
+    ).float()
+
+
 class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Answers a server, unless that has died."""
@@ -78,6 +87,8 @@ class _Handler(socketserver.StreamRequestHandler):
         model = (owner.choose and owner.choose(task)) or owner.instead.get(task["model"], task["model"])
         with self.server.lock:  # type: ignore[attr-defined]
             parts = states_of(str(model), task["dtype"], task["ids"], ask)
+        if task["bridge"] is not None:
+            parts[0] = project(parts[0], task["bridge"])
         self.wfile.write(b"!" + b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
 
 

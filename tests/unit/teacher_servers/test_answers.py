@@ -20,6 +20,8 @@ NAME = "0123456789abcdef" * 2
 ASK = Ask(NAME, [1, 3], [0, 2], [1], None)
 IDS = [5, 6, 7]
 WIDTH = 2
+# two student layers are compared with layer 1
+PROJECTED = replace(ASK, layers=[3, 1, 1], bridge=NAME[::-1], rank=1)
 
 
 def header(ask: Ask = ASK, ids: list[int] = IDS) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def read(changed: dict[str, Any], values: list[float], ask: Ask = ASK) -> Any:
 
 def test_an_ask_comes_through_as_it_is() -> None:
     drawn = replace(ASK, tokens=[4], vocabulary=5, temperature=0.7, chunk=3)
-    for ask in (ASK, drawn, replace(ASK, layers=[], rows=[], final_rows=[])):
+    for ask in (ASK, drawn, PROJECTED, replace(ASK, layers=[], rows=[], final_rows=[])):
         assert Ask.parse(ask.text(), 3, 2, 9) == ask
         assert Ask.parse(ask.text(), 3, 2, 9).header(IDS, WIDTH, "float32", 1) == header(ask)
 
@@ -47,6 +49,8 @@ def test_an_ask_comes_through_as_it_is() -> None:
         *({"final_rows": rows} for rows in ([3], [1, 1])),
         {"tokens": []}, {"tokens": [9], "vocabulary": 9}, {"tokens": [-1], "vocabulary": 9},
         {"tokens": [1], "vocabulary": 10}, {"tokens": [1], "vocabulary": 10**30},
+        {"bridge": NAME}, {"rank": 2}, {"bridge": NAME, "rank": -1}, {"bridge": 7, "rank": 7},
+        {"bridge": NAME, "rank": 2, "layers": [0, 1]}, {"bridge": NAME, "rank": 2, "layers": "1"},
         {"tokens": [1], "vocabulary": 9, "temperature": 0}, {"tokens": [1], "vocabulary": 9, "chunk": 0},
     ],
     ids=str,
@@ -109,6 +113,11 @@ def test_values_of_an_answer() -> None:
     assert answer.states.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] and answer.final.tolist() == [[8, 9]]
     drawn = read({}, [*range(10)], replace(ASK, tokens=[1], vocabulary=9))
     assert drawn.final.tolist() == [[8, 9]]
+    projected = read({}, [*range(8)], PROJECTED)
+    assert projected.states.tolist() == [[[0], [1]], [[2], [3]], [[4], [5]]] and projected.final.tolist() == [[6, 7]]
+    assert sum(PROJECTED.sizes(WIDTH, "bfloat16")) == 3 * 2 * 1 * 4 + 1 * WIDTH * 2, (
+        "float32, and of final rows bfloat16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,12 @@ def test_values_of_an_answer() -> None:
 def test_other_answers_are_refused(changed: dict[str, Any], values: list[float], said: str) -> None:
     with pytest.raises(ServerRefused, match=said):
         read(changed, values)
+
+
+def test_the_projection_of_another_bridge_is_refused() -> None:
+    for said in ("", NAME):
+        with pytest.raises(ServerRefused, match=f"bridge={said} instead of {PROJECTED.bridge}"):
+            read({"bridge": said}, [0.0] * 8, PROJECTED)
 
 
 def test_other_ids_have_another_header() -> None:
