@@ -240,7 +240,8 @@ def _start_teacher_servers(plan: RunPlan) -> list[TeacherServers]:
         for number, teacher in enumerate(run.models.teachers):
             head = partial(plan.files.teachers[number].open(), "lm_head.weight") if plan.needs.teacher_states else None
             bridge = ServedBridge.of(plan.objective.teachers[number])
-            canary = Canary(teacher.spec, teacher.model.directory, DTYPES[run.config.precision], head, bridge)
+            dtype, logprobs = DTYPES[run.config.precision], plan.needs.teacher_logprobs
+            canary = Canary(teacher.spec, teacher.model.directory, dtype, head, bridge, logprobs)
             started.append(TeacherServers(run.config, number, canary, run.teacher_layout))
     except BaseException:
         for each in started:

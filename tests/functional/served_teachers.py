@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +16,13 @@ import torch
 from tiny_models import edit_tensors
 
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
+from tests.support.served_states import project, states_of
 
 # what the verdict of a stand-in depends on
 DESCRIBED = {"tensor": 1, "chunk": 2048, "version": "stand-in"}
 # of a case whose teacher is behind servers; `ServedTeachers.of` adds where they are
 SERVED = ("teacher.engine=vllm",)
 STAND_IN = Path(__file__).with_name("teacher_stand_in.py")
-
-
-@cache
-def _model(directory: str, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    made = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
-    )
-    return made.eval()
-
-
-@torch.no_grad()
-def states_of(directory: str, dtype: str, ids: list[int], ask: Ask) -> list[torch.Tensor]:
-    """[The states [layers, rows, D], the final rows [n, D], or [n, 2] for tokens], as servers number layers."""
-    model = _model(directory, dtype)
-    streams: dict[int, torch.Tensor] = {}
-    layers = model.model.layers
-    hooks = [
-        layer.register_forward_hook(
-            lambda _, __, out, n=number: streams.update({n: (out[0] if isinstance(out, tuple) else out)[0]})
-        )
-        for number, layer in enumerate(layers, 1)
-    ]
-    try:
-        final = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    streams[len(layers) + 1] = final
-    states = torch.stack([streams[layer][ask.rows] for layer in ask.layers]) if ask.layers else torch.empty(0)
-    rows = final[ask.final_rows]
-    if ask.tokens is not None:
-        logits = model.lm_head(rows)[:, : ask.vocabulary].float() / ask.temperature
-        logprobs = logits.log_softmax(-1)
-        drawn = logprobs.gather(1, torch.tensor(ask.tokens)[:, None])[:, 0]
-        rows = torch.stack([drawn, -(logprobs.exp() * logprobs).sum(-1)], dim=1)
-    return [states.to(getattr(torch, dtype)), rows]
-
-
-def project(states: torch.Tensor, bridge: dict[str, Any]) -> torch.Tensor:
-    """[maps, rows, R] of the states [maps, rows, D] by the maps in a bridge's file: a mean, and the rows of a basis."""
-    numbers = torch.frombuffer(bytearray(Path(bridge["path"]).read_bytes()), dtype=torch.float32)
-    maps = numbers.view(len(bridge["layers"]), 1 + bridge["rank"], bridge["width"]).double()
-    return torch.stack(
-        [(rows.double() - each[0]) @ each[1:].T for rows, each in zip(states, maps, strict=True)]
-    ).float()
 
 
 class _Handler(socketserver.StreamRequestHandler):
