@@ -6,7 +6,9 @@ test_across_tokenizers.py.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ import pytest
 from layout_cases import Workbench, read_result
 from pool import Pools, WorkerError
 from served_teachers import SERVED, ServedTeachers, asks, settings_of
+from tiny_models import save_random_bridge
+
+from nemo_oprd.distillation.reference.hugging_face import agreement
 
 SMALL = "train.tokens_per_microbatch=120"
 
@@ -68,7 +73,8 @@ def test_an_error_in_a_hook_is_told(pools: Pools, settings: list[str], served_te
 
 DESCRIPTIONS = {
     "num_hidden_layers": 9, "hidden_size": 33, "dtype": "bfloat16", "eager": False, "runner_v1": False,
-    "prefix_caching": True, "weights": "other",
+    "prefix_caching": True, "weights": "other", "quantization": "fp8", "kv_cache_dtype": "fp8_e4m3",
+    "load_format": "dummy", "float32_matmul": "high",
 }  # fmt: skip
 
 
@@ -167,11 +173,59 @@ def test_a_head_that_is_not_the_servers_is_refused(
         teacher, lambda tensors: tensors["lm_head.weight"].mul_(0.9)
     )
     overrides = [*settings, *output, *settings_of(served_teachers.bench())]
+    of_server = [*settings, "loss.output.kind=sampled_token", *settings_of(served_teachers.bench())]
     try:
         with pytest.raises(WorkerError, match=r"log-probabilities by the teacher's LM head in its files differ from"):
             pools[1].run("cases:run_verify", overrides=overrides)
+        with pytest.raises(WorkerError, match=r"canary of qwen3: the \S+ by the server's head differs from transf"):
+            pools[1].run("cases:run_verify", overrides=of_server)
     finally:
         served_teachers.instead.clear()
+
+
+@pytest.fixture
+def bridged(workbench: Workbench, settings: list[str], tmp_path: Path) -> list[str]:
+    """A run through a bridge, of which two maps read the same layer, and one the state after the final norm."""
+    configs = [
+        json.loads((workbench.root / "qwen3" / role / "config.json").read_text()) for role in ("student", "teacher")
+    ]
+    pairs = {1: 3, 2: 3, 5: 6, 8: 8}
+    save_random_bridge(tmp_path / "bridge", *configs, pairs, 5, "token")
+    layers = f"loss.representation.layers=[{','.join(map(str, pairs))}]"
+    return [*settings, f"bridge.path={tmp_path / 'bridge'}", layers]
+
+
+def test_servers_project_what_a_bridge_compares(
+    pools: Pools, bridged: list[str], served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """Gradients are those with the teacher in the trainer; states do not leave in their full width."""
+    output, layout = f"output={tmp_path / 'out'}", ["student.parallel.tensor=2", "student.parallel.sequence=true"]
+    found, bench = [], served_teachers.bench()
+    for engine in (settings_of(bench), ["teacher.engine=megatron"]):
+        pools[2].run("cases:run_verify", overrides=[*bridged, *layout, *engine, output])
+        found.append(read_result(tmp_path / "out"))
+    (losses, gradients), (expected, theirs) = found
+    assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=1e-5)
+    assert max(agreement(gradients, theirs).values()) < 1e-5
+    of_run = [each["ask"] for each in asks(bench) if each["ask"]["bridge"]]
+    assert len(of_run) > 10 and {each["rank"] for each in of_run} == {5}
+    assert {tuple(each["layers"]) for each in of_run} == {(3, 3, 6, 9)}
+    states = [each["ask"] for each in asks(bench) if not each["ask"]["bridge"]]
+    assert len(states) == 6, "those of the canary"
+
+
+def test_states_of_another_bridge_are_refused(
+    pools: Pools, bridged: list[str], served_teachers: ServedTeachers
+) -> None:
+    for fault, said in (
+        ({"header": {"bridge": "0" * 32}}, f"answered something else than was asked: bridge={'0' * 32} instead of"),
+        (
+            {"bridge": {"digest": "0" * 32}},
+            "could not load the bridge: {'digest': '" + "0" * 32 + "'}; expected bridge",
+        ),
+    ):
+        with pytest.raises(WorkerError, match=re.escape(said)):
+            pools[1].run("cases:run_verify", overrides=[*bridged, *settings_of(served_teachers.bench(**fault))])
 
 
 def test_two_steps_of_training(
