@@ -53,12 +53,11 @@ class Canary:
     logprobs: bool = False
     verdict: CanaryVerdict | None = None  # of the last proof
 
-    def prove(self, ask: Asks, described: dict[str, Any], room: int) -> str:
+    def prove(self, ask: Asks, described: dict[str, Any]) -> str:
         """A line that says what was compared; `verdict` holds it.
 
         Args:
             described: what the server says of itself.
-            room: bytes in shared memory that an answer may take.
 
         Raises:
             ValueError: the states are not the model's, the head is not, or transformers does not run the model.
@@ -66,7 +65,7 @@ class Canary:
         prompts = self.prompts(described)
         if self.head is not None:
             self._check_head(ask, prompts[0])
-        states = self._states(ask, prompts, room)
+        states = self._states(ask, prompts)
         if self.bridge is not None:
             self._check_bridge(self.bridge, ask, prompts[0], states)
         heads = self._heads(ask, prompts) if self.logprobs else []
@@ -97,21 +96,11 @@ class Canary:
         engine = f"{described['version']} chunk {described['chunk']} states {seen.hexdigest()} head {bool(heads)}"
         return canary_key(self.directory, prompts=prompts, layout=layout, dtype=self.dtype, engine=engine)
 
-    def _states(self, ask: Asks, prompts: list[list[int]], room: int) -> States:
-        """The server's states of the prompts, as many layers in an answer as there is room for."""
+    def _states(self, ask: Asks, prompts: list[list[int]]) -> States:
+        """The server's states of all rows of the prompts."""
         layers = [*range(1, self.spec.num_layers + 2)]
-        each = max(map(len, prompts)) * self.spec.hidden_size * getattr(torch, self.dtype).itemsize
-        at_a_time, found = max(1, room // each), States()
-        for part in (layers[i : i + at_a_time] for i in range(0, len(layers), at_a_time)):
-            answers = ask([Request(ids, Ask(uuid.uuid4().hex, part, [*range(len(ids))], [])) for ids in prompts])
-            found |= {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(part)}
-        return found
-
-    def _check_bridge(self, bridge: ServedBridge, ask: Asks, ids: list[int], states: States) -> None:
-        """Compares what servers project with what this process makes of the same states."""
-        wanted = Ask(uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank)
-        (answer,) = ask([Request(ids, wanted)])
-        bridge.check_projection(answer.states, [states[layer][0] for layer in bridge.layers], str(self.directory))
+        answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
+        return {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(layers)}
 
     def _heads(self, ask: Asks, prompts: list[list[int]]) -> list[torch.Tensor]:
         """Of the last rows of each prompt, float32 [n, 2]: the next token's log-probability, the entropy."""
@@ -121,6 +110,12 @@ class Canary:
             tokens, vocabulary = [ids[row + 1] for row in rows], self.spec.vocab_size
             requests.append(Request(ids, Ask(uuid.uuid4().hex, [], [], rows, tokens, vocabulary, chunk=HEAD_ROWS)))
         return [answer.final for answer in ask(requests)]
+
+    def _check_bridge(self, bridge: ServedBridge, ask: Asks, ids: list[int], states: States) -> None:
+        """Compares what servers project with what this process makes of the same states."""
+        wanted = Ask(uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank)
+        (answer,) = ask([Request(ids, wanted)])
+        bridge.check_projection(answer.states, [states[layer][0] for layer in bridge.layers], str(self.directory))
 
     def _compared(
         self, states: States, heads: list[torch.Tensor], prompts: list[list[int]], described: dict[str, Any]

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import queue
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -161,6 +162,25 @@ class _Queue:
         self.waiting -= self.sizes[index]
         self._changed.set()
         return self.under_way.pop(index)
+
+
+class _Whole:
+    """Joins the answers to the pieces of requests."""
+
+    def __init__(self, requests: Sequence[Request], owners: Sequence[int], take: Callable[[int, Answer], None]) -> None:
+        """`owners`: of each piece, the index of its request; those of a request stand together, in order."""
+        self._requests, self._owners, self._take = requests, owners, take
+        self._found: dict[int, dict[int, Answer]] = {}
+        self._pieces = Counter(owners)
+
+    def take(self, piece: int, answer: Answer) -> None:
+        """Takes the answer to a piece, and hands the whole one over when it is the last."""
+        index = self._owners[piece]
+        found = self._found.setdefault(index, {})
+        found[piece] = answer
+        if len(found) == self._pieces[index]:
+            del self._found[index]
+            self._take(index, self._requests[index].joined([each for _, each in sorted(found.items())]))
 
 
 @dataclass(frozen=True)
@@ -346,7 +366,7 @@ class TeacherServers:
                 raise ServerDied(why)
             return [found[i] for i in range(len(requests))]
 
-        return self._canary.prove(ask, self._described[server.number], self._room())
+        return self._canary.prove(ask, self._described[server.number])
 
     def check(self, step: int) -> None:
         """Lets all servers show their states again, if that is due. Every rank calls this; raises as `wait`."""
@@ -401,11 +421,13 @@ class TeacherServers:
     ) -> None:
         """One round: asks `servers` for what is missing until it is there or none of them is left."""
         assert self._client is not None and self._answers is not None
-        sizes = {i: sum(requests[i].ask.sizes(self._spec.hidden_size, self._canary.dtype)) for i in missing}
-        left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
-        waiting = _Queue(left, sizes, self._room())
-        about = self._spec.hidden_size, self._canary.dtype, {server.name: server.generation for server in servers}
-        files = _AnswerFiles(self._answers, waiting.under_way, *about)
+        room, of_model = self._room(), (self._spec.hidden_size, self._canary.dtype)
+        pieces = [(i, piece) for i in missing for piece in requests[i].pieces(room, *of_model)]
+        sizes = {at: sum(piece.ask.sizes(*of_model)) for at, (_, piece) in enumerate(pieces)}
+        left = [(at, piece) for at, (_, piece) in reversed([*enumerate(pieces)])]  # claimed from the end
+        waiting, whole = _Queue(left, sizes, room), _Whole(requests, [i for i, _ in pieces], take)
+        generations = {server.name: server.generation for server in servers}
+        files = _AnswerFiles(self._answers, waiting.under_way, *of_model, generations)
         readers = max(len(each.readers) for each in self._mine)
         arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
 
@@ -418,7 +440,7 @@ class TeacherServers:
         under_way = self._client.start(work.run(servers))
         under_way.add_done_callback(lambda _: arrived.put(None))
         while (found := arrived.get()) is not None:
-            take(*found)
+            whole.take(*found)
         under_way.result()  # raises what went wrong in our own code
         failures.died |= work.died
         if work.error is not None:

@@ -21,6 +21,7 @@ from nemo_oprd.distillation.target_transfer import RowShard
 from nemo_oprd.models.megatron.parallel import device, on_device
 from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, LOGPROB_COLUMNS, Ask
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
 from nemo_oprd.teacher_servers.bridge import ServedBridge, number_of_layer
 
 
@@ -54,6 +55,36 @@ class Request:
     def renamed(self) -> Request:
         """The same request for an answer of another name."""
         return Request(self.ids, replace(self.ask, name=uuid.uuid4().hex))
+
+    def pieces(self, room: int, width: int, dtype: str) -> list[Request]:
+        """The request itself, or what is asked in its place if its answer takes more than `room` bytes.
+
+        Pieces have fewer rows: at least one each, or as many as a server projects at a time. See `joined`.
+        """
+        ask, (of_states, of_final) = self.ask, self.ask.sizes(width, dtype)
+        if of_states + of_final <= room:
+            return [self]
+        rows, final_rows = len(ask.rows), len(ask.final_rows)
+        of_states_at_a_time = max(1, room * rows // max(1, of_states))
+        if ask.bridge:
+            of_states_at_a_time = max(1, of_states_at_a_time // PROJECTED_ROWS) * PROJECTED_ROWS
+        found = [
+            replace(ask, rows=ask.rows[start : start + of_states_at_a_time], final_rows=[], tokens=None)
+            for start in range(0, rows, of_states_at_a_time)
+        ]
+        final_at_a_time = max(1, room * final_rows // max(1, of_final))
+        for start in range(0, final_rows, final_at_a_time):
+            part = slice(start, start + final_at_a_time)
+            tokens = None if ask.tokens is None else ask.tokens[part]
+            found.append(replace(ask, rows=[], final_rows=ask.final_rows[part], tokens=tokens))
+        return [Request(self.ids, piece).renamed() for piece in found]
+
+    def joined(self, answers: list[Answer]) -> Answer:
+        """The answer to the request from those to its `pieces`, in order."""
+        if len(answers) == 1:
+            return answers[0]
+        final = [answer.final for answer in answers if len(answer.final)] or [answers[0].final]
+        return Answer(torch.cat([answer.states for answer in answers], dim=1), torch.cat(final))
 
     def read(self, header: dict[str, Any], values: bytearray, server: str, expected: dict[str, Any]) -> Answer:
         """The answer in a file.

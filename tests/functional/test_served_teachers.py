@@ -214,6 +214,23 @@ def test_servers_project_what_a_bridge_compares(
     assert len(states) == 6, "those of the canary"
 
 
+def test_answers_without_room_in_shared_memory_come_in_pieces(
+    pools: Pools, settings: list[str], bridged: list[str], served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """Row by row, also those of the canary: the same bits as from whole answers."""
+    output = ["loss.output.kind=sampled_token", f"output={tmp_path / 'out'}"]
+    for run in (settings, bridged):
+        found, counts = [], []
+        for case in ("cases:run_verify", "little_room:run_verify"):
+            bench = served_teachers.bench()
+            pools[1].run(case, overrides=[*run, *settings_of(bench), *output])
+            found.append(read_result(tmp_path / "out"))
+            counts.append(len(asks(bench)))
+        (losses, gradients), (again, gradients_again) = found
+        assert again == losses and counts[1] > counts[0] + 10
+        assert all(bool((gradients_again[name] == gradient).all()) for name, gradient in gradients.items())
+
+
 def test_states_of_another_bridge_are_refused(
     pools: Pools, bridged: list[str], served_teachers: ServedTeachers
 ) -> None:

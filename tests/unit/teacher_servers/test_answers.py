@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, Ask, weights_digest
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
 from nemo_oprd.teacher_servers.servers import _Queue
-from nemo_oprd.teacher_servers.wanted import Request
+from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 NAME = "0123456789abcdef" * 2
 ASK = Ask(NAME, [1, 3], [0, 2], [1], None)
@@ -170,6 +172,45 @@ def test_answers_wait_for_room_in_shared_memory() -> None:
         return got
 
     assert asyncio.run(claimed()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "room", "sizes"),
+    [
+        ({}, 10**6, [(2500, 70)]),
+        ({}, 2 * WIDTH * 4 * 1000, [(1000, 0), (1000, 0), (500, 0), (0, 70)]),
+        ({}, 2 * WIDTH * 4 * 2500, [(2500, 0), (0, 70)]),
+        ({}, 1, [(1, 0)] * 2500 + [(0, 1)] * 70),
+        # cut where servers cut, too
+        ({"bridge": NAME, "rank": 1}, 8 * 2100, [(2048, 0), (452, 0), (0, 70)]),
+        ({"bridge": NAME, "rank": 1}, 8 * 20, [(1024, 0), (1024, 0), (452, 0), *[(0, 20)] * 3, (0, 10)]),
+        ({"rows": [], "tokens": [*range(70)], "vocabulary": 70}, 8 * 50, [(0, 50), (0, 20)]),
+        ({"final_rows": []}, 16 * 2000, [(2000, 0), (500, 0)]),
+    ],
+)
+def test_an_answer_without_room_comes_in_pieces(
+    changes: dict[str, Any], room: int, sizes: list[tuple[int, int]]
+) -> None:
+    """They are joined to the same answer, and each one that needs more than a row fits."""
+    ask = Ask(NAME, [1, 3], [*range(0, 5000, 2)], [*range(0, 210, 3)])
+    request = Request([0] * 5000, replace(ask, **changes))
+    pieces = request.pieces(room, WIDTH, "float32")
+    assert [(len(each.ask.rows), len(each.ask.final_rows)) for each in pieces] == sizes
+    assert len({each.ask.name for each in pieces}) == len(pieces)
+    for each in pieces:
+        assert Ask.parse(each.ask.text(), 5000, 2, 99) == each.ask
+        smallest = PROJECTED_ROWS if each.ask.bridge else 1
+        assert sum(each.ask.sizes(WIDTH, "float32")) <= room or len(each.ask.rows + each.ask.final_rows) <= smallest
+    columns = WIDTH if request.ask.tokens is None else 2
+
+    def answer(asked: Ask) -> Answer:
+        rows = torch.tensor(asked.rows, dtype=torch.float32)[None, :, None]
+        scale = torch.tensor(asked.layers)[:, None, None] * (1 + torch.arange(asked.rank or WIDTH))
+        drawn = torch.tensor(asked.tokens or asked.final_rows, dtype=torch.float32)[:, None]
+        return Answer(rows * scale, drawn.expand(-1, columns) + torch.tensor(asked.final_rows)[:, None])
+
+    joined, whole = request.joined([answer(each.ask) for each in pieces]), answer(request.ask)
+    assert torch.equal(joined.states, whole.states) and torch.equal(joined.final, whole.final)
 
 
 def test_digest_of_weights(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from tests.support.served_states import states_of
 
 DEPTH, RANK = 4, 3
 DESCRIBED = {"tensor": 2, "chunk": 64, "version": "none"}
-ROOM = 1 << 30
 # family -> what makes its head more than a matrix
 HEADS: dict[str, dict[str, Any]] = {
     "gemma2": {"final_logit_softcapping": 3.0},
@@ -125,11 +124,11 @@ def test_a_wrong_server_is_refused(fault: str, model: Callable[..., Path], tmp_p
     place, again = rf"layer {layer} of {DEPTH}, prompt \d, row {row} is the first", fault == "rotated wrongly"
     for _ in range(1 + again):  # what was refused is not kept
         with pytest.raises(ValueError, match=place) as refused:
-            canary.prove(server(wrong, reads=reads or list), DESCRIBED, ROOM)
+            canary.prove(server(wrong, reads=reads or list), DESCRIBED)
         assert said in str(refused.value) and "\n" not in str(refused.value)
     if again:
-        assert "4 layers of" in canary.prove(server(right), DESCRIBED, ROOM)
-        assert "were compared before" in canary.prove(server(right), DESCRIBED, ROOM)
+        assert "4 layers of" in canary.prove(server(right), DESCRIBED)
+        assert "were compared before" in canary.prove(server(right), DESCRIBED)
 
 
 def _no_bias(tensors: dict[str, torch.Tensor]) -> None:
@@ -164,12 +163,12 @@ def test_a_head_that_is_not_transformers_is_refused(
     canary = Canary(read_served_spec(right), right, dtype, None, logprobs=True)
     differs = rf"canary of {family}: the (log-probability|entropy) by the server's head differs from transformers'"
     with pytest.raises(ValueError, match=differs):
-        canary.prove(server(wrong, dtype), DESCRIBED, ROOM)
-    assert f"layers of {family} equal" in canary.prove(server(right, dtype), DESCRIBED, ROOM)
+        canary.prove(server(wrong, dtype), DESCRIBED)
+    assert f"layers of {family} equal" in canary.prove(server(right, dtype), DESCRIBED)
     with pytest.raises(ValueError, match=differs):  # also after the right one has passed
-        canary.prove(server(wrong, dtype), DESCRIBED, ROOM)
+        canary.prove(server(wrong, dtype), DESCRIBED)
     unread = Canary(read_served_spec(right), right, dtype, None)
-    assert "equal transformers'" in unread.prove(server(wrong, dtype), DESCRIBED, ROOM), "nothing reads this head"
+    assert "equal transformers'" in unread.prove(server(wrong, dtype), DESCRIBED), "nothing reads this head"
 
 
 def test_a_server_that_projects_otherwise_is_refused(model: Callable[..., Path]) -> None:
@@ -201,7 +200,7 @@ def test_a_server_that_projects_otherwise_is_refused(model: Callable[..., Path])
 
         return lambda requests: [answer(request) for request in requests]
 
-    assert "4 layers of qwen3 equal" in canary.prove(projecting(lambda basis: basis), DESCRIBED, ROOM)
+    assert "4 layers of qwen3 equal" in canary.prove(projecting(lambda basis: basis), DESCRIBED)
     for spoil in (lambda basis: basis.flip(0), lambda basis: basis * (1 + 1e-4)):
         with pytest.raises(ValueError, match="projects states for student layer 1 by something else than the bridge"):
-            canary.prove(projecting(spoil), DESCRIBED, ROOM)
+            canary.prove(projecting(spoil), DESCRIBED)

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Rows that are projected at a time, from the first one that is asked for. A row's neighbours, which change its
+# rounding, are then those of its sequence, in whatever company, chunks and pieces the server computes it.
+PROJECTED_ROWS = 1024
 _FLOAT_BYTES = 4
 
 

@@ -6,12 +6,8 @@ D hidden size, R bridge rank, n rows.
 from __future__ import annotations
 
 import torch
-from nemo_oprd_bridge import BridgeFile
+from nemo_oprd_bridge import PROJECTED_ROWS, BridgeFile
 from nemo_oprd_files import open_bucket
-
-# Rows that are projected at a time. A row's neighbours, which change its rounding, are those of its sequence, in
-# whatever company and chunks the server has computed it.
-_ROWS = 1024
 
 
 class Projection:
@@ -32,7 +28,7 @@ class Projection:
         """Float32 [maps, n, R] of the states [n, D] of each map's layer."""
         found = torch.empty(len(states), len(states[0]), self.rank)
         for at, rows in enumerate(states):
-            for start in range(0, len(rows), _ROWS):
-                part = rows[start : start + _ROWS].to(self._means.device, torch.float32)
+            for start in range(0, len(rows), PROJECTED_ROWS):
+                part = rows[start : start + PROJECTED_ROWS].to(self._means.device, torch.float32)
                 found[at, start : start + len(part)] = ((part - self._means[at]) @ self._bases[at].T).cpu()
         return found
