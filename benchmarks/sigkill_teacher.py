@@ -38,7 +38,7 @@ CALLS = {
     "start": "nemo_oprd.rollout.vllm.server:LocalServer.start",
     "healthy": "nemo_oprd.rollout.vllm.client:Client.is_healthy",
     "post": "nemo_oprd.rollout.vllm.client:Client.post",
-    "answer": "nemo_oprd.teacher_servers.servers:_AnswerFiles.read",
+    "answer": "nemo_oprd.teacher_servers.round:AnswerFiles.read",
     "gather": "nemo_oprd.teacher_servers.servers:TeacherServers.gather",
     "check": "nemo_oprd.teacher_servers.servers:TeacherServers.check",
 }

@@ -8,14 +8,11 @@ the server is restarted and checked again, and the next round asks for what is m
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import queue
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.controlled import machines_and_devices
 from nemo_oprd.rollout.vllm.launch import find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks, rank_groups
-from nemo_oprd.rollout.vllm.sampling import GENERATE, Claimed, Sampling
+from nemo_oprd.rollout.vllm.sampling import GENERATE
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
@@ -46,6 +43,7 @@ from nemo_oprd.teacher_servers.launch import (
     check_description,
     server_arguments,
 )
+from nemo_oprd.teacher_servers.round import Round
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 logger = logging.getLogger(__name__)
@@ -111,99 +109,6 @@ def longest_sequence(config: Config, canary: Canary) -> int:
         return positions
     proof = max(map(len, canary.prompts({"chunk": BATCHED_TOKENS})))
     return min(positions, max(limit + config.rollout.max_new_tokens, proof))
-
-
-@dataclass
-class _Queue:
-    """The requests that are still to be asked, and the bytes of answers that wait in shared memory for this rank.
-
-    Attributes:
-        left: claimed from the end.
-        sizes: bytes of the answer to each request.
-        room: bytes of answers that may wait at a time.
-        waiting: bytes of the answers of requests that are under way.
-        under_way: claimed and neither taken nor given back.
-    """
-
-    left: list[tuple[int, Request]]
-    sizes: dict[int, int]
-    room: int
-    waiting: int = 0
-    under_way: dict[int, Request] = field(default_factory=dict)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def claim(self) -> Claimed | None:
-        """The next request, once there is room for its answer, or nothing else waits; None if there are no more.
-
-        It is not over while requests are under way, because a dead server's come back.
-        """
-        while self.left or self.under_way:
-            if self.left:
-                index, request = self.left[-1]
-                if not self.waiting or self.waiting + self.sizes[index] <= self.room:
-                    self.left.pop()
-                    self.waiting += self.sizes[index]
-                    self.under_way[index] = request
-                    return index, request.body()
-            self._changed.clear()
-            await self._changed.wait()
-        return None
-
-    def taken(self, index: int) -> None:
-        """Its answer is out of shared memory."""
-        self._end(index)
-
-    def give_back(self, claimed: Claimed) -> None:
-        """Its server died. Another one answers it under another name: half an answer may have the first one."""
-        index, _ = claimed
-        self.left.append((index, self._end(index).renamed()))
-
-    def _end(self, index: int) -> Request:
-        self.waiting -= self.sizes[index]
-        self._changed.set()
-        return self.under_way.pop(index)
-
-
-class _Whole:
-    """Joins the answers to the pieces of requests."""
-
-    def __init__(self, requests: Sequence[Request], owners: Sequence[int], take: Callable[[int, Answer], None]) -> None:
-        """`owners`: of each piece, the index of its request; those of a request stand together, in order."""
-        self._requests, self._owners, self._take = requests, owners, take
-        self._found: dict[int, dict[int, Answer]] = {}
-        self._pieces = Counter(owners)
-
-    def take(self, piece: int, answer: Answer) -> None:
-        """Takes the answer to a piece, and hands the whole one over when it is the last."""
-        index = self._owners[piece]
-        found = self._found.setdefault(index, {})
-        found[piece] = answer
-        if len(found) == self._pieces[index]:
-            del self._found[index]
-            self._take(index, self._requests[index].joined([each for _, each in sorted(found.items())]))
-
-
-@dataclass(frozen=True)
-class _AnswerFiles:
-    """Reads the answers in a folder; a `Reader` of `Sampling`."""
-
-    folder: AnswerFolder
-    requests: Mapping[int, Request]  # those under way
-    width: int
-    dtype: str
-    generations: dict[str, int]  # server's name -> how often it was started
-
-    def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
-        """See `Reader`; what the server says by HTTP is a token that nobody needs."""
-        request = self.requests[index]
-        found = self.folder.take(request.ask.name)
-        if found is None:
-            raise ServerRefused(
-                f"{server} gave no states for a sequence of {len(request.ids)} tokens; expected a file in the run's "
-                "folder: the server's log says why there is none"
-            )
-        expected = request.ask.header(request.ids, self.width, self.dtype, self.generations[server])
-        return request.read(*found, server, expected)
 
 
 def _neighbour(number: int) -> Server:
@@ -421,30 +326,16 @@ class TeacherServers:
     ) -> None:
         """One round: asks `servers` for what is missing until it is there or none of them is left."""
         assert self._client is not None and self._answers is not None
-        room, of_model = self._room(), (self._spec.hidden_size, self._canary.dtype)
-        pieces = [(i, piece) for i in missing for piece in requests[i].pieces(room, *of_model)]
-        sizes = {at: sum(piece.ask.sizes(*of_model)) for at, (_, piece) in enumerate(pieces)}
-        left = [(at, piece) for at, (_, piece) in reversed([*enumerate(pieces)])]  # claimed from the end
-        waiting, whole = _Queue(left, sizes, room), _Whole(requests, [i for i, _ in pieces], take)
-        generations = {server.name: server.generation for server in servers}
-        files = _AnswerFiles(self._answers, waiting.under_way, *of_model, generations)
         readers = max(len(each.readers) for each in self._mine)
-        arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
-
-        def deliver(index: int, answer: Answer, _: int) -> None:
-            waiting.taken(index)
-            arrived.put((index, answer))
-
-        slots, limit_s = max(1, MAX_SEQUENCES // readers), self._settings.request_timeout
-        work = Sampling(self._client, files, limit_s, waiting.claim, slots, deliver, waiting.give_back)
-        under_way = self._client.start(work.run(servers))
-        under_way.add_done_callback(lambda _: arrived.put(None))
-        while (found := arrived.get()) is not None:
-            whole.take(*found)
-        under_way.result()  # raises what went wrong in our own code
-        failures.died |= work.died
-        if work.error is not None:
-            failures.refused.append(work.error)
+        Round(
+            self._client,
+            self._answers,
+            self._spec.hidden_size,
+            self._canary.dtype,
+            room=self._room(),
+            slots=max(1, MAX_SEQUENCES // readers),
+            limit_s=self._settings.request_timeout,
+        ).ask(requests, missing, take, failures, servers)
 
     def _room(self) -> int:
         """Bytes of answers that may wait in shared memory for this rank."""

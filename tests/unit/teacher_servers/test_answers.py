@@ -15,7 +15,7 @@ import torch
 from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, Ask, weights_digest
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
-from nemo_oprd.teacher_servers.servers import _Queue
+from nemo_oprd.teacher_servers.round import RequestQueue
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 NAME = "0123456789abcdef" * 2
@@ -156,7 +156,7 @@ def test_answers_wait_for_room_in_shared_memory() -> None:
 
     async def claimed() -> list[int]:
         left = [(i, Request(IDS, ASK)) for i in (2, 1, 0)]
-        waiting, got = _Queue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
+        waiting, got = RequestQueue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
         for _ in range(3):
             claim = asyncio.ensure_future(waiting.claim())
             done, _ = await asyncio.wait([claim], timeout=0.01)
