@@ -33,6 +33,7 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+from nemo_oprd.teacher_servers.ahead import Ahead
 from nemo_oprd.teacher_servers.bridge import ServedBridge
 from nemo_oprd.teacher_servers.canary import Canary
 from nemo_oprd.teacher_servers.launch import (
@@ -111,6 +112,18 @@ def longest_sequence(config: Config, canary: Canary) -> int:
     return min(positions, max(limit + config.rollout.max_new_tokens, proof))
 
 
+def _restarted(server: LocalServer, why: str, false_starts: int) -> str | None:
+    """Restarts a server that died; why not, if it can't. `false_starts`: how often in a row it was not ready."""
+    if false_starts > 1:
+        return f"{why}; it died twice before it was ready, expected a server that starts: read {server.log}"
+    try:
+        server.pushed = None
+        server.restart(why)
+    except ServerRefused as refusal:
+        return str(refusal)
+    return None
+
+
 def _neighbour(number: int) -> Server:
     """A server that another rank of this machine has started."""
     return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
@@ -163,10 +176,14 @@ class TeacherServers:
         self._false_starts: dict[int, int] = {}
         self._described: dict[int, dict[str, Any]] = {}  # what the servers of this rank say of themselves
         self.deaths = 0
+        self.ahead: Ahead | None = None
         if not self._mine:
             return
         try:
             self._client = Client()
+            if self._settings.ahead_gib:
+                about = canary.spec.hidden_size, canary.dtype, len(self._mine[0].readers)
+                self.ahead = Ahead(self._client, self._settings, *about, self._slots)
             longest = longest_sequence(config, canary)
             flags = server_arguments(config, canary.directory, longest, cuda=device().type == "cuda")
             for each in self._mine:
@@ -175,6 +192,11 @@ class TeacherServers:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _slots(self) -> int:
+        """Requests of this rank that are with one server at a time."""
+        return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
 
     def _start(self, where: _Place, number: int, flags: list[str]) -> None:
         if self._shared is None:
@@ -199,6 +221,11 @@ class TeacherServers:
     def verdict(self) -> CanaryVerdict | None:
         """What the last server of this rank has shown; None on ranks that have started none."""
         return self._canary.verdict
+
+    @property
+    def near(self) -> list[Server]:
+        """Those that this rank asks."""
+        return [*self._servers.values()]
 
     @property
     def bridge(self) -> ServedBridge | None:
@@ -275,6 +302,8 @@ class TeacherServers:
 
     def check(self, step: int) -> None:
         """Lets all servers show their states again, if that is due. Every rank calls this; raises as `wait`."""
+        if self.ahead is not None and self._answers is not None:
+            self.ahead.forget(step, self._answers)
         every, failures = self._settings.check_every, Failures()
         if not (every and step) or step % every:
             return
@@ -304,6 +333,12 @@ class TeacherServers:
             missing.discard(index)
             take(index, answer)
 
+        if self.ahead is not None:
+            self.ahead.settle()
+        if self._settings.ahead_gib:
+            wait_for_all()  # another rank may have asked for what this one needs
+        if self.ahead is not None and self._answers is not None:
+            self.ahead.take_all(requests, self._answers, self.near, delivered)
         while True:
             failures = Failures()
             if missing:
@@ -326,14 +361,13 @@ class TeacherServers:
     ) -> None:
         """One round: asks `servers` for what is missing until it is there or none of them is left."""
         assert self._client is not None and self._answers is not None
-        readers = max(len(each.readers) for each in self._mine)
         Round(
             self._client,
             self._answers,
             self._spec.hidden_size,
             self._canary.dtype,
             room=self._room(),
-            slots=max(1, MAX_SEQUENCES // readers),
+            slots=self._slots,
             limit_s=self._settings.request_timeout,
         ).ask(requests, missing, take, failures, servers)
 
@@ -350,18 +384,9 @@ class TeacherServers:
             server = self._servers.get(number)
             if not isinstance(server, LocalServer):
                 continue
-            assert self._shared is not None
             self._false_starts[number] = self._false_starts.get(number, 0) + (server.pushed is None)
-            if self._false_starts[number] > 1:
-                failures.refused.append(
-                    f"{why}; it died twice before it was ready, expected a server that starts: read {server.log}"
-                )
-                continue
-            try:
-                server.pushed = None
-                server.restart(why)
-            except ServerRefused as refusal:
-                failures.refused.append(str(refusal))
+            if (refused := _restarted(server, why, self._false_starts[number])) is not None:
+                failures.refused.append(refused)
         if died and self._answers is not None and self._shared is not None:
             self._answers.clear()
         failures.shared().check()
@@ -375,6 +400,8 @@ class TeacherServers:
                 ends.callback(self._answers.close)
             if self._client is not None:
                 ends.callback(self._client.close)
+            if self.ahead is not None:
+                ends.callback(self.ahead.close)
             for server in self._servers.values():
                 ends.callback(server.close)
         self._servers, self._client, self._shared, self._answers = {}, None, None, None

@@ -41,6 +41,19 @@ class ServedTeacher(Teacher):
         self.servers.gather([each.request for each in wanted], lambda i, answer: shards.take(wanted[i], answer))
         return (None, None) if coords is None else shards.joined()
 
+    def ask_ahead(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
+        """See `Teacher`."""
+        match, term, bridge = objective.run.teachers[self.number], objective.output, self.servers.bridge
+        if self.servers.ahead is None:
+            return
+        for data in range(plan.hidden.layout.data):  # whichever rank the batch will give them to
+            wanted = wanted_sequences(rollouts, plan, data, match, term, bridge)
+            self.servers.ahead.offer(step, [each.request for each in wanted], self.servers.near)
+
+    def asked_ahead(self, step: int) -> tuple[float, float] | None:
+        """See `Teacher`."""
+        return None if self.servers.ahead is None else self.servers.ahead.span(step)
+
     def check(self, step: int) -> None:
         """See `Teacher`."""
         self.servers.check(step)

@@ -19,7 +19,10 @@ from pool import Pools, WorkerError
 from served_teachers import SERVED, ServedTeachers, asks, settings_of
 from tiny_models import save_random_bridge
 
+from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.observability.timeline import AHEAD, read_timeline
+from tests.support.forked_run import differences, toy_overrides
 
 SMALL = "train.tokens_per_microbatch=120"
 
@@ -265,3 +268,35 @@ def test_two_steps_of_training(
     served, held = (weights(tmp_path / name / "hf") for name in ("vllm", "megatron"))
     assert all(bool(((served[name] - held[name]).abs() <= 1e-6).all()) for name in held)
     assert nothing_is_left(bench)
+
+
+def test_states_that_are_asked_for_while_responses_are_sampled(
+    pools: Pools, served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """The same metrics and weights bit by bit, whether all, some or none are; with all of them nothing is asked twice.
+
+    The timeline says that servers compute for a batch before all its responses are there.
+    """
+    make_tiny_pair(tmp_path / "toy", steps=10, log=lambda _: None)
+    common = [
+        *toy_overrides(tmp_path / "toy", 3),
+        "student.parallel.tensor=2",
+        "rollout.max_batch=2",
+        "rollout.save=true",
+    ]
+    common += ["data.validation={}", "evaluation.every=0", "train.keep_best=null", "loss.output.kind=sampled_token"]
+    common += ["loss.output.weight=0.5", "train.prompts_per_step=8"]
+    counts = {}
+    for name, ahead_gib in (("whole", 0), ("some", 3e-5), ("all", 0.01)):
+        bench, output = served_teachers.bench(), tmp_path / name
+        overrides = [*common, f"teacher.vllm.ahead_gib={ahead_gib}", *settings_of(bench), f"output={output}"]
+        pools[2].run("cases:run_train", overrides=overrides, config="quickstart")
+        asked = [json.dumps({**each["ask"], "name": ""}) + str(each["tokens"]) for each in asks(bench)]
+        counts[name] = len(asked)
+        assert differences(tmp_path / "whole", output) == [] and nothing_is_left(bench)
+        early = [each for each in read_timeline(output) if each.phase == AHEAD]
+        assert len(early) == (0 if name == "whole" else 3)
+        for each in early:
+            (sampling,) = [one for one in read_timeline(output) if one.phase == "generate" and one.step == each.step]
+            assert sampling.began < each.began < sampling.ended, "asked before the batch was complete"
+    assert counts["all"] == counts["some"] == counts["whole"], counts
