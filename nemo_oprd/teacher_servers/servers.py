@@ -112,16 +112,16 @@ def longest_sequence(config: Config, canary: Canary) -> int:
     return min(positions, max(limit + config.rollout.max_new_tokens, proof))
 
 
-def _restarted(server: LocalServer, why: str, false_starts: int) -> str | None:
+def _restarted(server: LocalServer, why: str, false_starts: int) -> list[str]:
     """Restarts a server that died; why not, if it can't. `false_starts`: how often in a row it was not ready."""
     if false_starts > 1:
-        return f"{why}; it died twice before it was ready, expected a server that starts: read {server.log}"
+        return [f"{why}; it died twice before it was ready, expected a server that starts: read {server.log}"]
     try:
         server.pushed = None
         server.restart(why)
     except ServerRefused as refusal:
-        return str(refusal)
-    return None
+        return [str(refusal)]
+    return []
 
 
 def _neighbour(number: int) -> Server:
@@ -361,15 +361,9 @@ class TeacherServers:
     ) -> None:
         """One round: asks `servers` for what is missing until it is there or none of them is left."""
         assert self._client is not None and self._answers is not None
-        Round(
-            self._client,
-            self._answers,
-            self._spec.hidden_size,
-            self._canary.dtype,
-            room=self._room(),
-            slots=self._slots,
-            limit_s=self._settings.request_timeout,
-        ).ask(requests, missing, take, failures, servers)
+        about, limit_s = (self._spec.hidden_size, self._canary.dtype), self._settings.request_timeout
+        asks = Round(self._client, self._answers, *about, self._room(), self._slots, limit_s)
+        asks.ask(requests, missing, take, failures, servers)
 
     def _room(self) -> int:
         """Bytes of answers that may wait in shared memory for this rank."""
@@ -385,8 +379,7 @@ class TeacherServers:
             if not isinstance(server, LocalServer):
                 continue
             self._false_starts[number] = self._false_starts.get(number, 0) + (server.pushed is None)
-            if (refused := _restarted(server, why, self._false_starts[number])) is not None:
-                failures.refused.append(refused)
+            failures.refused += _restarted(server, why, self._false_starts[number])
         if died and self._answers is not None and self._shared is not None:
             self._answers.clear()
         failures.shared().check()

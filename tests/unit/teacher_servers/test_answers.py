@@ -110,6 +110,13 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
         AnswerFolder(str(link))
 
 
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match="expected a folder of this user with mode 0700"):
+        AnswerFolder(str(tmp_path))
+
+
 def test_values_of_an_answer() -> None:
     answer = read({}, [*range(10)])
     assert answer.states.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] and answer.final.tolist() == [[8, 9]]

@@ -308,9 +308,14 @@ def test_a_bridge_that_is_not_here_is_the_answer(
 
 
 def test_files_of_another_bridge_or_from_elsewhere_are_not_loaded(
-    start: Start, load: Callable[..., Any], bridge: ServedBridge, tmp_path: Path
+    start: Start,
+    load: Callable[..., Any],
+    bridge: ServedBridge,
+    answer: Answered,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With `..`, absolute, symlinked, with other bytes: what is wrong is told, and the server goes on."""
+    """With `..`, absolute, symlinked, of another user, with other bytes: it is told, and the server goes on."""
     server, file = start(), bridge.write(tmp_path)
     outside = tmp_path.parent / "outside"
     outside.write_bytes(Path(file.path).read_bytes())
@@ -324,8 +329,13 @@ def test_files_of_another_bridge_or_from_elsewhere_are_not_loaded(
     with Path(file.path).open("r+b") as stream:
         stream.write(b"1234")
     assert f"expected {bridge.digest}" in load(server, file)["error"]
+    with monkeypatch.context() as as_another_user:
+        as_another_user.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        assert "others can enter" in load(server, file)["error"]
     os.chmod(tmp_path, 0o755)
     assert "others can enter" in load(server, file)["error"]
+    server.ask(STATES.text())
+    assert answer(STATES) == header(STATES), "it goes on"
 
 
 def test_what_workers_say_of_a_bridge_is_compared(bridge: ServedBridge) -> None:
