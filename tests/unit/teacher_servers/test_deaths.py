@@ -12,7 +12,7 @@ import pytest
 from nemo_oprd.rollout.vllm.sampling import Sampling
 from nemo_oprd.rollout.vllm.server import Server, ServerDied
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, Ask
-from nemo_oprd.teacher_servers.servers import _Queue
+from nemo_oprd.teacher_servers.round import RequestQueue
 from nemo_oprd.teacher_servers.wanted import Request
 
 COUNT = 6
@@ -41,10 +41,10 @@ class Reader:
         return index
 
 
-def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], Sampling, _Queue]:
+def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], Sampling, RequestQueue]:
     """(The requests in the order of their answers, the round, what it leaves) of `COUNT` answers of 100 bytes."""
     requests = [(i, Request([1, 2, 3], Ask(f"{i:032x}", [1], [0], []))) for i in range(COUNT)]
-    waiting, got = _Queue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
+    waiting, got = RequestQueue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
 
     def deliver(index: int, *_: Any) -> None:
         waiting.taken(index)
