@@ -31,8 +31,8 @@ FAMILIES = (
 PATIENCE_S = 900
 # what a canary refuses, a server's start ends with, or transformers says
 _REASON = re.compile(r"(?:ServerRefused|ValueError|CanaryRefused): (.*)")
-# the exception that a server's log names
-_RAISED = re.compile(r"\b(\w+(?:Error|Exception): .*)")
+# the exception that a line of a server's log ends with; not one in the middle of a warning
+_RAISED = re.compile(r"(?:^|\] )\s*(\w+(?:Error|Exception): .*)", re.MULTILINE)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

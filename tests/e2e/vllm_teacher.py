@@ -59,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
         "topk_group": 1, "moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 0, "topk_method": "noaux_tc",
     },
     "olmo2": {},
     "granite": {"residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
