@@ -78,11 +78,10 @@ def test_a_round_joins_the_pieces_of_answers(tmp_path: Path, room: int, dies: in
     folder = AnswerFolder(str(tmp_path))
     client: Any = Computing(folder, dies)
     servers = [Server(number, 2) for number in range(2)]
-    for server in servers:
-        server.generation = 1
     asks = [Ask(f"{i:032x}", [1, 3], [*range(i + 1)], [*range(i)]) for i in range(COUNT)]
     requests, found, failures = [Request([5] * 9, ask) for ask in asks], dict[int, Answer](), Failures()
-    asked = Round(client, folder, WIDTH, "float32", room, slots=2, limit_s=10.0)
+    generations = {server.name: 1 for server in servers}
+    asked = Round(client, folder, generations, WIDTH, "float32", room, slots=2, limit_s=10.0)
     asked.ask(requests, [0, 2, 3, 5], found.__setitem__, failures, servers)
     client.loop.call_soon_threadsafe(client.loop.stop)
     assert sorted(found) == [0, 2, 3, 5] and not failures.refused and len(failures.died) == (dies > 0)
