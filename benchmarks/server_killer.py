@@ -202,12 +202,16 @@ class ServerKiller:
 
         return take
 
+    def _may_strike(self, phase: str) -> bool:
+        """Whether the kill before this one is repaired, or the phase is part of that."""
+        return not self._unrepaired or phase == STARTING
+
     def _reach(self, phase: str, server: Any) -> None:
         """Strikes if it is time to."""
         if not self._strikes:
             return
         strike = self._strikes[0]
-        if strike.phase != phase or self._step < strike.step or (self._unrepaired and phase != STARTING):
+        if strike.phase != phase or self._step < strike.step or not self._may_strike(phase):
             return
         processes = server_processes(server._process.pid)
         if not processes[WORKER if strike.process == WORKER else strike.needs]:

@@ -6,6 +6,7 @@
     python -m benchmarks.sigkill --lag 2 --mode segments     responses go on over three updates
     python -m benchmarks.sigkill --lag 4 --mode stream       as exact with half; sigkill_stream.py: servers
     python -m benchmarks.sigkill --engine vllm       kills processes of the vLLM server instead: sigkill_vllm.py
+    python -m benchmarks.sigkill --teacher vllm      those of the teacher's server, and the trainer: sigkill_teacher.py
 
 All ranks of a two-rank run (student TP2, teacher DP2, sampling, evaluation and a checkpoint every 2 steps, fp32 on a
 CPU) are killed at once: at a random moment within a phase of a step, or while the run is held at a point that is too
@@ -301,14 +302,15 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Kill a toy run with SIGKILL and compare it with an uninterrupted one")
     parser.add_argument("--engine", choices=("megatron", "vllm"), default="megatron")
+    parser.add_argument("--teacher", choices=("megatron", "vllm"), default="megatron")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
-    parser.add_argument("--steps", type=int, help="default: 16, and 6 with vllm")
+    parser.add_argument("--steps", type=int, help="default: 16, 6 with vllm, 8 with --teacher vllm")
     parser.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer, with --engine megatron")
     parser.add_argument("--lag", type=int, default=0, metavar="N", help="rollout.max_lag, with --engine megatron")
     modes = ("exact", "segments", "stream")
     parser.add_argument("--mode", choices=modes, default="exact", help="rollout.mode, with --engine megatron")
-    vllm = parser.add_argument_group("with --engine vllm")
+    vllm = parser.add_argument_group("with --engine vllm or --teacher vllm")
     vllm.add_argument("--repeat", choices=("step", "responses"), default="step", help="rollout.vllm.repeat")
     vllm.add_argument(
         "--strike",
@@ -317,9 +319,14 @@ def main() -> None:
         metavar="PROCESS/PHASE",
         help="this kill, in one run, in place of --kills",
     )
-    vllm.add_argument("--python", help="rollout.vllm.python")
+    vllm.add_argument("--python", help="rollout.vllm.python or teacher.vllm.python")
+    vllm.add_argument("--processes", nargs="+", help="which processes of a teacher's server are killed; default: all")
+    vllm.add_argument("--tensor", type=int, default=2, help="the most workers of a teacher's server")
     vllm.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
+    if options.teacher == "vllm":
+        kill_teachers(options)
+        return
     if options.engine == "megatron":
         overrides = ahead(options.lag, options.mode)
         # in mode stream a step keeps its responses in a checkpoint alone
@@ -331,6 +338,18 @@ def main() -> None:
     steps = options.steps or 6
     runs = [parse_strikes(options.strike)] if options.strike else choose(options.kills, random.Random(options.seed))
     run_benchmark(runs, steps, options.repeat, options.python, options.json)
+
+
+def kill_teachers(options: argparse.Namespace) -> None:
+    """Kills a teacher's servers and their trainer."""
+    from benchmarks.server_killer import PROCESSES
+    from benchmarks.sigkill_teacher import TeacherBench, choose, parse_strikes
+    from benchmarks.sigkill_vllm import run_benchmark
+
+    draw, processes = random.Random(options.seed), options.processes or PROCESSES
+    runs = [parse_strikes(options.strike)] if options.strike else choose(options.kills, draw, processes)
+    steps = options.steps or 8
+    run_benchmark(runs, steps, "step", options.python, options.json, TeacherBench, options.tensor)
 
 
 # models with experts are split over the ranks by their experts only

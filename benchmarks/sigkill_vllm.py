@@ -21,6 +21,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,9 +107,19 @@ class VllmBench:
 
     Args:
         steps: of every run; the kills of one run need a step each.
-        repeat: `rollout.vllm.repeat`.
+        repeat: whether killed runs repeat whole steps ("step") or single responses; the report names it.
         overrides: added to the configuration of all runs.
+
+    Attributes:
+        settings: of all runs.
+        key: of the servers' settings.
+        calls, killer: what the killer wraps in the first rank, and the killer.
     """
+
+    settings: tuple[str, ...] = SETTINGS
+    key = "rollout.vllm"
+    calls: Mapping[str, str] = CALLS
+    killer: type[ServerKiller] = ServerKiller
 
     def __init__(self, directory: Path, steps: int, repeat: str, overrides: tuple[str, ...] = ()) -> None:
         from nemo_oprd.commands.toy.pair import Recipe, build_pair
@@ -119,10 +130,9 @@ class VllmBench:
         )  # fmt: skip
         build_pair(recipe, directory / "toy", lambda _: None)
         self.directory, self.log, self.report = directory, directory / "log.txt", Report(repeat)
-        settings = (*SETTINGS, f"rollout.vllm.repeat={repeat}", *overrides)
-        self.overrides = [*toy_overrides(directory / "toy", steps), *settings]
+        self.overrides = [*toy_overrides(directory / "toy", steps), *self.settings, *overrides]
         self.before, self.foreign = set(os.listdir(SHARED_MEMORY)), set[str]()
-        import_everything(CALLS.values())
+        import_everything(self.calls.values())
 
     def whole(self, tensor: int) -> Path:
         """The run with servers of `tensor` workers that is left alone; made at the first call."""
@@ -153,9 +163,9 @@ class VllmBench:
     def _run(self, output: Path, tensor: int, strikes: list[Strike], hits: list[Hit] | None = None) -> None:
         """Starts the run until it ends; again after every kill of the trainer."""
         done, since, groups = 0, None, list[int]()
-        overrides = [*self.overrides, f"output={output}", f"rollout.vllm.tensor={tensor}"]
+        overrides = [*self.overrides, f"output={output}", f"{self.key}.tensor={tensor}"]
         while True:
-            killer = partial(_install, strikes[done:], done, since)
+            killer = partial(_install, self.killer, strikes[done:], done, since)
             run = ForkedRun(overrides, self.log, killer, PATIENCE_S)
             since = None
             while since is None and (line := self._line(run, groups)):
@@ -201,8 +211,8 @@ class VllmBench:
             time.sleep(0.5)
 
 
-def _install(strikes: list[Strike], first: int, since: float | None, pipe: int) -> None:
-    ServerKiller(pipe, list(strikes), first, since).install()
+def _install(killer: type[ServerKiller], strikes: list[Strike], first: int, since: float | None, pipe: int) -> None:
+    killer(pipe, list(strikes), first, since).install()
 
 
 def _end(run: ForkedRun) -> list[int]:
@@ -279,30 +289,39 @@ def parse_strikes(texts: list[str]) -> list[Strike]:
 
 
 def run_benchmark(
-    runs: list[list[Strike]], steps: int, repeat: str, python: str | None, json_file: Path | None
+    runs: list[list[Strike]],
+    steps: int,
+    repeat: str,
+    python: str | None,
+    json_file: Path | None,
+    kind: type[VllmBench] = VllmBench,
+    most_tensor: int = 2,
 ) -> None:
     """Makes runs with these kills; ends the process with a message if one differs or something was left.
 
     Args:
         steps: of every run.
-        repeat, python: `rollout.vllm.repeat` and `rollout.vllm.python`.
+        repeat, python: `rollout.vllm.repeat` and `rollout.vllm.python`, or of the teacher.
         json_file: for the results.
+        kind: whose servers are killed.
+        most_tensor: workers of a server; every other run has this number, and the others one.
     """
     began = time.monotonic()
-    overrides = () if python is None else (f"rollout.vllm.python={python}",)
+    overrides = () if python is None else (f"{kind.key}.python={python}",)
+    if kind is VllmBench:
+        overrides = (f"rollout.vllm.repeat={repeat}", *overrides)
     with tempfile.TemporaryDirectory() as directory:
-        bench = VllmBench(Path(directory), steps, repeat, overrides)
+        bench = kind(Path(directory), steps, repeat, overrides)
         report = bench.report
         for number, strikes in enumerate(runs, start=1):
-            bench.killed(number, 1 + number % 2, strikes)
+            bench.killed(number, most_tensor if number % 2 else 1, strikes)
             print(f"run {number}: {len(strikes)} kills, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         report.seconds = time.monotonic() - began
     print(report.table())
     print(f"{len(report.hits)} kills, {report.server_starts} starts of a server in {report.seconds:.0f} s")
-    print(
-        f"{report.equal_responses} of {report.responses} responses are those of the runs that were left alone; the "
-        f"largest difference of a log-probability from the trainer's is {report.logprob_gap_max:.1e}"
-    )
+    print(f"{report.equal_responses} of {report.responses} responses are those of the runs that were left alone")
+    if kind is VllmBench:
+        print(f"the largest difference of a log-probability from the trainer's is {report.logprob_gap_max:.1e}")
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
     if not report.differences:

@@ -164,6 +164,19 @@ def _check_served_teachers(config: Config) -> None:
             f"{why}: no rank of this job holds the teacher; expected them left out: remove them, and lay out the "
             "servers by teacher.vllm.tensor, replicas and placement"
         )
+    texts = teacher.reads != "ids" or teacher.prompt is not None
+    if teacher.vllm.ahead_gib and (texts or config.rollout.mode != "exact"):
+        raise ValueError(
+            f"teacher.vllm.ahead_gib={teacher.vllm.ahead_gib:g} with teacher.reads={teacher.reads}, teacher.prompt or "
+            f"rollout.mode={config.rollout.mode}: what the teacher reads is known when the batch is complete; expected "
+            "ids without a prompt, and exact: set teacher.vllm.ahead_gib=0"
+        )
+    if teacher.vllm.ahead_gib and (urls := [url for number in served for url in config.teacher_endpoints(number)]):
+        raise ValueError(
+            f"teacher.vllm.ahead_gib={teacher.vllm.ahead_gib:g} with servers at {urls}, which somebody else runs: "
+            "early answers wait in a folder that a run has in common with its own servers; expected 0, or servers that "
+            "this run starts: set teacher.vllm.ahead_gib=0"
+        )
     if config.evaluation.teacher:
         raise ValueError(
             f"evaluation.teacher=true with {why}: the teacher's servers sample nothing; expected false: evaluate the "

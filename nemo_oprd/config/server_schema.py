@@ -14,6 +14,7 @@ from nemo_oprd.config.types import (
     Free,
     Interpreter,
     Learned,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     Share,
@@ -88,3 +89,5 @@ class TeacherServerConfig(ServerConfig):
 
     check_every: Free[NonNegativeInt] = 50
     """steps after which every server shows its states of the canary again; 0: at starts only (docs/canary.md)"""
+    ahead_gib: Free[NonNegativeFloat] = 0.0
+    """GiB of shared memory on a machine for states that are asked for as responses finish; 0: none"""

@@ -95,6 +95,24 @@ class Distiller:
                 targets[number] = teacher.targets(batch.rollouts, plan, part, self.student.role, batch.objective)
         return targets
 
+    def ask_ahead(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Lets teachers begin with complete responses of a step (0-based) whose batch is not; from any thread.
+
+        What a batch as a whole decides, such as rows that are drawn from it, is not asked for.
+        """
+        objective, budget = self.objective_of(step), self.config.train.tokens_per_microbatch
+        if objective.output is not None and objective.output.only_watched:
+            return
+        for rollout in rollouts:
+            if not any(rollout.mask):
+                continue  # no token of it is supervised
+            plan = self.plan([rollout], objective)
+            for number, teacher in enumerate(self.teachers):
+                part = plan.of_teacher(number)
+                if part is not None:
+                    made = part.for_teacher(teacher.role.layout, 1, budget)
+                    teacher.ask_ahead(step, [rollout], made, objective)
+
     def start(
         self, batch: StepBatch, sampled_logprobs: Logprobs | None = None, *, whole_gradients: bool = False
     ) -> GradientAccumulation:

@@ -48,6 +48,17 @@ class Teacher:
         """
         raise NotImplementedError
 
+    def ask_ahead(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
+        """Says that a step's batch will hold these responses, for a teacher that can begin to compute; from any thread.
+
+        Args:
+            plan: of these responses alone, for the teacher.
+        """
+
+    def asked_ahead(self, step: int) -> tuple[float, float] | None:
+        """When this rank began to ask ahead for a step's batch, and when the last answer came; None without any."""
+        return None
+
     def check(self, step: int) -> None:
         """Lets a teacher outside this process show that it still is the right one, if that is due before `step`.
 

@@ -24,6 +24,8 @@ from nemo_oprd.runtime.files import parse_json
 FILE = "timeline.jsonl"
 WAITING = "generate"
 SAMPLING = "sampling"
+# a teacher's servers compute for a batch that is not complete: from the first request to the last answer
+AHEAD = "teacher_ahead"
 # what takes less is not written, such as an evaluation that is not due
 _SHORTEST_S = 1e-3
 _DIGITS = 4  # of seconds

@@ -44,6 +44,8 @@ class RolloutSampler:
         note: called after each sampling with when it began and ended, in seconds since the epoch, and by name with
             the fields of `observability.timeline.Interval`.
         beside: the engine's calls that an evaluation may go with; None if evaluations are sampled alone.
+        complete: called with a step and responses of it as soon as they are complete, where they are; None: nobody
+            waits for them.
     """
 
     config: Config
@@ -57,6 +59,7 @@ class RolloutSampler:
     stop: Callable[[int, int, int, int], NoReturn]
     note: Callable[..., None] = lambda began, ended, **more: None
     beside: EngineBeside | None = None
+    complete: Callable[[int, list[Rollout]], None] | None = None
     # of steps that are not over, by their step; all responses of a step, some of which may go on (`finish_reason` None)
     _sampled: dict[int, list[Rollout]] = field(default_factory=dict)
     _under_way: tuple[Portion, Ticket] | None = None
@@ -168,7 +171,9 @@ class RolloutSampler:
                 self.engine.rest()
             self._came(portion, [cached[i] for i in range(len(requests))])
             return None
-        ticket = self._engine_of(portion).submit(requests, params, cached)
+        complete = self.complete
+        keep = None if complete is None else lambda found: complete(step, [*found.values()])
+        ticket = self._engine_of(portion).submit(requests, params, cached, keep)
         self._under_way = portion, ticket
         return ticket
 

@@ -231,6 +231,7 @@ def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
     if not run.config.served_teachers:
         return {}
     from nemo_oprd.rollout.vllm.launch import DTYPES
+    from nemo_oprd.teacher_servers.bridge import ServedBridge
     from nemo_oprd.teacher_servers.canary import Canary
     from nemo_oprd.teacher_servers.servers import TeacherServers
 
@@ -239,7 +240,11 @@ def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
         for number in run.config.served_teachers:
             teacher = run.models.teachers[number]
             head = partial(plan.files.teachers[number].open(), "lm_head.weight") if plan.needs.teacher_states else None
-            canary = Canary(teacher.spec, teacher.model.directory, DTYPES[run.config.precision], head)
+            # nothing of one run goes into a server that several share
+            is_shared = bool(run.config.teacher_endpoints(number))
+            bridge = None if is_shared else ServedBridge.of(plan.objective.teachers[number])
+            dtype, logprobs = DTYPES[run.config.precision], plan.needs.teacher_logprobs
+            canary = Canary(teacher.spec, teacher.model.directory, dtype, head, bridge, logprobs)
             started[number] = TeacherServers(run.config, number, canary, run.reader_layout)
     except BaseException:
         for each in started.values():

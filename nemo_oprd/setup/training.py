@@ -33,7 +33,7 @@ from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.phase_timer import PhaseTimer
 from nemo_oprd.observability.step_recorder import StepRecorder
-from nemo_oprd.observability.timeline import SAMPLING, Timeline
+from nemo_oprd.observability.timeline import AHEAD, SAMPLING, Timeline
 from nemo_oprd.rollout.beside import EngineBeside
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
@@ -95,6 +95,8 @@ class TrainingRun:
     def check_teachers(self, step: int) -> None:
         """Lets teachers on servers show their states again, if that is due. Raises ValueError if these are wrong."""
         for teacher in self.distiller.teachers:
+            if (span := teacher.asked_ahead(step)) is not None:
+                self.timeline.note(AHEAD, *span)
             teacher.check(step)
 
     def settle(self, step: int, timer: PhaseTimer) -> dict[str, float]:
@@ -266,6 +268,8 @@ def _assemble(
     kind = StreamSampler if config.rollout.mode == "stream" else RolloutSampler
     sampler = kind(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
     sampler.beside = _overlapping(config, engine)
+    if config.served_teachers and config.teacher.vllm.ahead_gib:
+        sampler.complete = distiller.ask_ahead
     checkpointer.write_ahead = sampler.write_ahead
     timeline = Timeline(Path(config.output), first_step, writes=log.writes)
     sampler.note = partial(timeline.note, SAMPLING)

@@ -19,9 +19,11 @@ import torch
 
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.canary import CanaryVerdict, canary_key, canary_prompts, keep_verdict, kept_verdict, prove
+from nemo_oprd.models.canary.head import head_rows, prove_head
 from nemo_oprd.models.canary.prompts import sliding_window
-from nemo_oprd.models.canary.reference import reference_states, why_unavailable
+from nemo_oprd.models.canary.reference import HEAD_ROWS, reference_states, why_unavailable
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.teacher_servers.bridge import ServedBridge
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 # of a log-probability, by the precision of states and head
@@ -39,20 +41,23 @@ class Canary:
     Attributes:
         dtype: in which the servers compute.
         head: reads the LM head that the trainer applies to final states; None: it applies none.
+        bridge: what the servers apply to the states of the run; the canary's own are in full width.
+        logprobs: whether the run takes log-probabilities and entropies by the servers' own head.
     """
 
     spec: ModelSpec
     directory: Path
     dtype: str
     head: Callable[[], torch.Tensor] | None
+    bridge: ServedBridge | None = None
+    logprobs: bool = False
     verdict: CanaryVerdict | None = None  # of the last proof
 
-    def prove(self, ask: Asks, described: dict[str, Any], room: int) -> str:
+    def prove(self, ask: Asks, described: dict[str, Any]) -> str:
         """A line that says what was compared; `verdict` holds it.
 
         Args:
             described: what the server says of itself.
-            room: bytes in shared memory that an answer may take.
 
         Raises:
             ValueError: the states are not the model's, the head is not, or transformers does not run the model.
@@ -60,14 +65,17 @@ class Canary:
         prompts = self.prompts(described)
         if self.head is not None:
             self._check_head(ask, prompts[0])
-        states = self._states(ask, prompts, room)
-        key = self._key(described, states)
+        states = self._states(ask, prompts)
+        if self.bridge is not None:
+            self._check_bridge(self.bridge, ask, prompts[0], states)
+        heads = self._heads(ask, prompts) if self.logprobs else []
+        key = self._key(described, states, heads)
         if (kept := kept_verdict(key)) is not None:
             self.verdict = kept
             return f"{kept.line} (the same states were compared before)"
         if (why := why_unavailable()) is not None:
             raise ValueError(f"teacher.engine=vllm needs transformers' states to compare with: {why}: install it")
-        verdict = self.verdict = self._compared(states, prompts, described)
+        verdict = self.verdict = self._compared(states, heads, prompts, described)
         try:
             keep_verdict(key, verdict)
         except OSError as error:
@@ -79,29 +87,42 @@ class Canary:
         spec = self.spec
         return canary_prompts(spec.vocab_size, sliding_window(spec.hf_config), described["chunk"], spec.max_positions)
 
-    def _key(self, described: dict[str, Any], states: States) -> str:
-        """Of what a verdict depends on, the states themselves included: other ones are compared anew."""
+    def _key(self, described: dict[str, Any], states: States, heads: list[torch.Tensor]) -> str:
+        """Of what a verdict depends on, all that was seen included: other states and numbers are compared anew."""
         seen = hashlib.blake2b(digest_size=16)
-        for rows in (rows for _, prompts in sorted(states.items()) for rows in prompts):
+        for rows in (*(rows for _, prompts in sorted(states.items()) for rows in prompts), *heads):
             seen.update(rows.contiguous().view(torch.uint8).numpy().data)
         layout, prompts = f"vllm tensor {described['tensor']}", self.prompts(described)
-        engine = f"{described['version']} chunk {described['chunk']} states {seen.hexdigest()}"
+        engine = f"{described['version']} chunk {described['chunk']} states {seen.hexdigest()} head {bool(heads)}"
         return canary_key(self.directory, prompts=prompts, layout=layout, dtype=self.dtype, engine=engine)
 
-    def _states(self, ask: Asks, prompts: list[list[int]], room: int) -> States:
-        """The server's states of the prompts, as many layers in an answer as there is room for."""
+    def _states(self, ask: Asks, prompts: list[list[int]]) -> States:
+        """The server's states of all rows of the prompts."""
         layers = [*range(1, self.spec.num_layers + 2)]
-        each = max(map(len, prompts)) * self.spec.hidden_size * getattr(torch, self.dtype).itemsize
-        at_a_time, found = max(1, room // each), States()
-        for part in (layers[i : i + at_a_time] for i in range(0, len(layers), at_a_time)):
-            answers = ask([Request(ids, Ask(uuid.uuid4().hex, part, [*range(len(ids))], [])) for ids in prompts])
-            found |= {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(part)}
-        return found
+        answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
+        return {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(layers)}
 
-    def _compared(self, states: States, prompts: list[list[int]], described: dict[str, Any]) -> CanaryVerdict:
+    def _heads(self, ask: Asks, prompts: list[list[int]]) -> list[torch.Tensor]:
+        """Of the last rows of each prompt, float32 [n, 2]: the next token's log-probability, the entropy."""
+        requests = []
+        for ids in prompts:
+            rows = head_rows(len(ids))
+            tokens, vocabulary = [ids[row + 1] for row in rows], self.spec.vocab_size
+            requests.append(Request(ids, Ask(uuid.uuid4().hex, [], [], rows, tokens, vocabulary, chunk=HEAD_ROWS)))
+        return [answer.final for answer in ask(requests)]
+
+    def _check_bridge(self, bridge: ServedBridge, ask: Asks, ids: list[int], states: States) -> None:
+        """Compares what servers project with what this process makes of the same states."""
+        wanted = Ask(uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank)
+        (answer,) = ask([Request(ids, wanted)])
+        bridge.check_projection(answer.states, [states[layer][0] for layer in bridge.layers], str(self.directory))
+
+    def _compared(
+        self, states: States, heads: list[torch.Tensor], prompts: list[list[int]], described: dict[str, Any]
+    ) -> CanaryVerdict:
         spec, depth, found = self.spec, self.spec.num_layers, dict(states)
         before_norm, found[depth] = found[depth], found.pop(depth + 1)
-        measure = functools.cache(lambda dtype: reference_states(self.directory, prompts, dtype))
+        measure = functools.cache(lambda dtype: reference_states(self.directory, prompts, dtype, head=bool(heads)))
         engine: dict[str, Any] = {"window": sliding_window(spec.hf_config), "chunk": described["chunk"]}
         verdict = prove(found, measure("float32"), spec.model_type, dtype=self.dtype, measure=measure, **engine)
         prove(
@@ -112,6 +133,8 @@ class Canary:
             measure=lambda dtype: measure(dtype).without_norm(),
             **engine,
         )
+        if heads:
+            prove_head(heads, spec.model_type, dtype=self.dtype, measure=measure)
         return verdict
 
     def _check_head(self, ask: Asks, ids: list[int]) -> None:

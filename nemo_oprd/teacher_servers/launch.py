@@ -80,9 +80,17 @@ def check_description(
         "pipeline": 1,
         "lora": False,
         "speculative": False,
+        "kv_cache_dtype": "auto",
+        "load_format": "auto",
+        "float32_matmul": "highest",
         "weights": weights,
     }
     differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
+    # vLLM has several ways to compute weights that are quantized in their files, and names each after the method
+    method = (spec.hf_config.get("quantization_config") or {}).get("quant_method")
+    quantization = found.get("quantization")
+    if quantization != method and (method is None or method not in str(quantization)):
+        differing.append(f"quantization={quantization} instead of {method}, of the model's files")
     if differing:
         raise ValueError(
             f"{server} computes another model or in another way: {'; '.join(differing)}; expected the teacher, eager "

@@ -9,13 +9,11 @@ is restarted and checked again, and the next round asks for what is missing.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,16 @@ from nemo_oprd.rollout.vllm.controlled import machines_and_devices
 from nemo_oprd.rollout.vllm.endpoint import Endpoint
 from nemo_oprd.rollout.vllm.launch import find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks, rank_groups
-from nemo_oprd.rollout.vllm.sampling import GENERATE, Claimed, Sampling
+from nemo_oprd.rollout.vllm.sampling import GENERATE
 from nemo_oprd.rollout.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+from nemo_oprd.teacher_servers.ahead import Ahead
+from nemo_oprd.teacher_servers.bridge import ServedBridge
 from nemo_oprd.teacher_servers.canary import Canary
-from nemo_oprd.teacher_servers.endpoints import AnswerBodies, host_room, server_room, shared_endpoint
+from nemo_oprd.teacher_servers.endpoints import host_room, server_room, shared_endpoint
 from nemo_oprd.teacher_servers.known import KnownServers
 from nemo_oprd.teacher_servers.launch import (
     BATCHED_TOKENS,
@@ -48,6 +48,7 @@ from nemo_oprd.teacher_servers.launch import (
     check_description,
     server_arguments,
 )
+from nemo_oprd.teacher_servers.round import Round
 from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 logger = logging.getLogger(__name__)
@@ -128,80 +129,6 @@ def longest_sequence(config: Config, canary: Canary) -> int:
     return min(positions, max(limit + config.rollout.max_new_tokens, proof))
 
 
-@dataclass
-class _Queue:
-    """The requests that are still to be asked, and the bytes of answers that wait in shared memory for this rank.
-
-    Attributes:
-        left: claimed from the end.
-        sizes: bytes of the answer to each request.
-        room: bytes of answers that may wait at a time.
-        waiting: bytes of the answers of requests that are under way.
-        under_way: claimed and neither taken nor given back.
-    """
-
-    left: list[tuple[int, Request]]
-    sizes: dict[int, int]
-    room: int
-    waiting: int = 0
-    under_way: dict[int, Request] = field(default_factory=dict)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def claim(self) -> Claimed | None:
-        """The next request, once there is room for its answer, or nothing else waits; None if there are no more.
-
-        It is not over while requests are under way, because a dead server's come back.
-        """
-        while self.left or self.under_way:
-            if self.left:
-                index, request = self.left[-1]
-                if not self.waiting or self.waiting + self.sizes[index] <= self.room:
-                    self.left.pop()
-                    self.waiting += self.sizes[index]
-                    self.under_way[index] = request
-                    return index, request.body()
-            self._changed.clear()
-            await self._changed.wait()
-        return None
-
-    def taken(self, index: int) -> None:
-        """Its answer is out of shared memory."""
-        self._end(index)
-
-    def give_back(self, claimed: Claimed) -> None:
-        """Its server died. Another one answers it under another name: half an answer may have the first one."""
-        index, _ = claimed
-        self.left.append((index, self._end(index).renamed()))
-
-    def _end(self, index: int) -> Request:
-        self.waiting -= self.sizes[index]
-        self._changed.set()
-        return self.under_way.pop(index)
-
-
-@dataclass(frozen=True)
-class _AnswerFiles:
-    """Reads the answers in a folder; a `Reader` of `Sampling`."""
-
-    folder: AnswerFolder
-    requests: Mapping[int, Request]  # those under way
-    width: int
-    dtype: str
-    generations: Mapping[str, int]  # server's name -> how often it was started
-
-    def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
-        """See `Reader`; what the server says by HTTP is a token that nobody needs."""
-        request = self.requests[index]
-        found = self.folder.take(request.ask.name)
-        if found is None:
-            raise ServerRefused(
-                f"{server} gave no states for a sequence of {len(request.ids)} tokens; expected a file in the run's "
-                "folder: the server's log says why there is none"
-            )
-        expected = request.ask.header(request.ids, self.width, self.dtype, self.generations[server])
-        return request.read(*found, server, expected)
-
-
 def _local_server(
     config: Config, directory: Path, longest: int, where: _Place, number: int, folder: Path
 ) -> LocalServer:
@@ -223,7 +150,13 @@ def _local_server(
 
 
 async def _settled(
-    client: Client, server: Server, config: Config, spec: ModelSpec, weights: str, longest: int
+    client: Client,
+    server: Server,
+    config: Config,
+    spec: ModelSpec,
+    weights: str,
+    longest: int,
+    bridge: ServedBridge | None,
 ) -> dict[str, Any]:
     """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
     timeout = config.teacher.vllm.start_timeout
@@ -233,6 +166,11 @@ async def _settled(
     for found in described:
         check_description(found, server.name, config, spec, weights, tensor=tensor, longest=longest)
     await client.ask_workers(server, "nemo_oprd_install")
+    if bridge is not None:
+        assert server.socket is not None
+        loading = bridge.loading(server.socket.parent)
+        loaded = await client.post_watched(server, "/collective_rpc", loading, timeout=timeout)
+        bridge.check_loaded(loaded["results"], server.name)
     await client.post_watched(server, GENERATE, PROBE, timeout=timeout)
     return described[0]
 
@@ -289,10 +227,14 @@ class TeacherServers:
         self._false_starts: dict[int, int] = {}
         self._described: dict[int, dict[str, Any]] = {}  # what the servers of this rank say of themselves
         self.deaths = 0
+        self.ahead: Ahead | None = None
         if not self._mine:
             return
         try:
             self._client = Client()
+            if self._settings.ahead_gib:
+                about = canary.spec.hidden_size, canary.dtype, len(self._mine[0].readers)
+                self.ahead = Ahead(self._client, self._settings, *about, self._slots)
             for each in self._mine:
                 if each.url is not None:
                     self._servers[each.number] = shared_endpoint(config, each.number, each.url)
@@ -301,6 +243,11 @@ class TeacherServers:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _slots(self) -> int:
+        """Requests of this rank that are with one server at a time."""
+        return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
 
     def _start(self, where: _Place, number: int) -> None:
         if self._shared is None:
@@ -315,6 +262,16 @@ class TeacherServers:
     def verdict(self) -> CanaryVerdict | None:
         """What the last server of this rank has shown; None on ranks that have started none."""
         return self._canary.verdict
+
+    @property
+    def near(self) -> list[Server]:
+        """Those that this rank asks."""
+        return [*self._servers.values()]
+
+    @property
+    def bridge(self) -> ServedBridge | None:
+        """What servers apply to the states that are asked for; None: the rank that asked does, if there is one."""
+        return self._canary.bridge
 
     def wait(self) -> None:
         """Waits until all servers are there and are the right ones. Every rank calls this.
@@ -367,7 +324,7 @@ class TeacherServers:
             ValueError: it computes something else.
         """
         assert self._client is not None
-        settling = _settled(self._client, server, self._config, self._spec, weights, self._longest)
+        settling = _settled(self._client, server, self._config, self._spec, weights, self._longest, self.bridge)
         described = self._described[server.number] = self._client.run(settling)
         self._known.generations[server.name] = described["generation"]
         if self._are_elsewhere:
@@ -379,19 +336,12 @@ class TeacherServers:
 
     def _show(self, server: Server) -> str:
         """Lets a server show the states of the canary; returns what was found. Raises as `_prove`."""
-
-        def ask(requests: list[Request]) -> list[Answer]:
-            failures, found = Failures(), dict[int, Answer]()
-            self._ask(requests, [*range(len(requests))], found.__setitem__, failures, [server])
-            failures.check()
-            for why in failures.died.values():
-                raise ServerDied(why)
-            return [found[i] for i in range(len(requests))]
-
-        return self._canary.prove(ask, self._described[server.number], self._room())
+        return self._canary.prove(lambda asks: self._round().answers(asks, server), self._described[server.number])
 
     def check(self, step: int) -> None:
         """Lets all servers show their states again, if that is due. Every rank calls this; raises as `wait`."""
+        if self.ahead is not None and self._answers is not None:
+            self.ahead.forget(step, self._answers)
         every, failures = self._settings.check_every, Failures()
         if not (every and step) or step % every:
             return
@@ -421,10 +371,17 @@ class TeacherServers:
             missing.discard(index)
             take(index, answer)
 
+        if self.ahead is not None:
+            self.ahead.settle()
+        if self._settings.ahead_gib:
+            wait_for_all()  # another rank may have asked for what this one needs
+        if self.ahead is not None and self._answers is not None:
+            generations = {*self._known.generations.values()}
+            self.ahead.take_all(requests, self._answers, generations, delivered)
         while True:
             failures = Failures()
             if missing:
-                self._ask(requests, sorted(missing), delivered, failures, [*self._servers.values()])
+                self._round().ask(requests, sorted(missing), delivered, failures, self.near)
             wait_for_all()
             failures = failures.shared()
             failures.check()
@@ -433,41 +390,12 @@ class TeacherServers:
             self._revive(failures.died)
             self.wait()
 
-    def _ask(
-        self,
-        requests: Sequence[Request],
-        missing: list[int],
-        take: Callable[[int, Answer], None],
-        failures: Failures,
-        servers: list[Server],
-    ) -> None:
-        """One round: asks `servers` for what is missing until it is there or none of them is left."""
+    def _round(self) -> Round:
+        """What asks servers, with the room that there is now."""
         assert self._client is not None
-        sizes = {i: sum(requests[i].ask.sizes(self._spec.hidden_size, self._canary.dtype)) for i in missing}
-        left = [(i, requests[i]) for i in reversed(missing)]  # claimed from the end
-        waiting = _Queue(left, sizes, self._room())
-        about = waiting.under_way, self._spec.hidden_size, self._canary.dtype, self._known.generations
-        reader: AnswerBodies | _AnswerFiles = AnswerBodies(*about, sizes)
-        if self._answers is not None:
-            reader = _AnswerFiles(self._answers, *about)
-        path_of = reader.path_of if isinstance(reader, AnswerBodies) else None
-        readers = max(len(each.readers) for each in self._mine)
-        arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
-
-        def deliver(index: int, answer: Answer, _: int) -> None:
-            waiting.taken(index)
-            arrived.put((index, answer))
-
-        slots, limit_s = max(1, MAX_SEQUENCES // readers), self._settings.request_timeout
-        work = Sampling(self._client, reader, limit_s, waiting.claim, slots, deliver, waiting.give_back, path_of)
-        under_way = self._client.start(work.run(servers))
-        under_way.add_done_callback(lambda _: arrived.put(None))
-        while (found := arrived.get()) is not None:
-            take(*found)
-        under_way.result()  # raises what went wrong in our own code
-        failures.died |= work.died
-        if work.error is not None:
-            failures.refused.append(work.error)
+        about, limit_s = (self._spec.hidden_size, self._canary.dtype), self._settings.request_timeout
+        where = self._answers, self._known.generations
+        return Round(self._client, *where, *about, self._room(), self._slots, limit_s)
 
     def _room(self) -> int:
         """Bytes of answers that may wait for this rank, in shared memory or, of servers elsewhere, in its own."""
@@ -499,6 +427,8 @@ class TeacherServers:
                 ends.callback(self._answers.close)
             if self._client is not None:
                 ends.callback(self._client.close)
+            if self.ahead is not None:
+                ends.callback(self.ahead.close)
             for server in self._servers.values():
                 ends.callback(server.close)
         self._servers, self._client, self._shared, self._answers = {}, None, None, None

@@ -5,6 +5,7 @@ L layers and D hidden size of the teacher, n rows.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from nemo_oprd.distillation.target_transfer import RowShard
 from nemo_oprd.models.megatron.parallel import device, on_device
 from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, LOGPROB_COLUMNS, Ask
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
+from nemo_oprd.teacher_servers.bridge import ServedBridge, number_of_layer
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Answer:
     """What a server computed of a sequence, in host memory.
 
     Attributes:
-        states: of the asked layers and rows, [layers, rows, D] in the model's dtype.
+        states: of the asked layers and rows, [layers, rows, D] in the model's dtype; with a bridge, of its maps,
+            float32 [maps, rows, R].
         final: of the final rows: the states after the final norm [n, D], or float32 [n, 2] of log-probability and
             entropy.
     """
@@ -52,6 +56,36 @@ class Request:
         """The same request for an answer of another name."""
         return Request(self.ids, replace(self.ask, name=uuid.uuid4().hex))
 
+    def pieces(self, room: int, width: int, dtype: str) -> list[Request]:
+        """The request itself, or what is asked in its place if its answer takes more than `room` bytes.
+
+        Pieces have fewer rows: at least one each, or as many as a server projects at a time. See `joined`.
+        """
+        ask, (of_states, of_final) = self.ask, self.ask.sizes(width, dtype)
+        if of_states + of_final <= room:
+            return [self]
+        rows, final_rows = len(ask.rows), len(ask.final_rows)
+        of_states_at_a_time = max(1, room * rows // max(1, of_states))
+        if ask.bridge:
+            of_states_at_a_time = max(1, of_states_at_a_time // PROJECTED_ROWS) * PROJECTED_ROWS
+        found = [
+            replace(ask, rows=ask.rows[start : start + of_states_at_a_time], final_rows=[], tokens=None)
+            for start in range(0, rows, of_states_at_a_time)
+        ]
+        final_at_a_time = max(1, room * final_rows // max(1, of_final))
+        for start in range(0, final_rows, final_at_a_time):
+            part = slice(start, start + final_at_a_time)
+            tokens = None if ask.tokens is None else ask.tokens[part]
+            found.append(replace(ask, rows=[], final_rows=ask.final_rows[part], tokens=tokens))
+        return [Request(self.ids, piece).renamed() for piece in found]
+
+    def joined(self, answers: list[Answer]) -> Answer:
+        """The answer to the request from those to its `pieces`, in order."""
+        if len(answers) == 1:
+            return answers[0]
+        final = [answer.final for answer in answers if len(answer.final)] or [answers[0].final]
+        return Answer(torch.cat([answer.states for answer in answers], dim=1), torch.cat(final))
+
     def read(self, header: dict[str, Any], values: bytearray, server: str, expected: dict[str, Any]) -> Answer:
         """The answer in a file.
 
@@ -67,17 +101,18 @@ class Request:
         wrong = [
             f"{key}={header.get(key)} instead of {want}" for key, want in expected.items() if header.get(key) != want
         ]
-        layers, rows, width = expected["states"]
-        sizes = self.ask.sizes(width, expected["dtype"])
+        dtype = getattr(torch, expected["dtype"])
+        of_states = torch.float32 if self.ask.bridge else dtype
+        of_final = dtype if self.ask.tokens is None else torch.float32
+        sizes = math.prod(expected["states"]) * of_states.itemsize, math.prod(expected["final"]) * of_final.itemsize
         if wrong or len(values) != sum(sizes):
             raise ServerRefused(
                 f"{server} answered something else than was asked: {'; '.join(wrong) or f'{len(values)} bytes'}; "
                 f"expected {sum(sizes)} bytes for this sequence and these rows: does somebody else use this server?"
             )
-        dtype = getattr(torch, expected["dtype"])
         raw = torch.frombuffer(values, dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
-        states = raw[: sizes[0]].view(dtype).view(layers, rows, width)
-        final = raw[sizes[0] :].view(dtype if self.ask.tokens is None else torch.float32).view(expected["final"])
+        states = raw[: sizes[0]].view(of_states).view(expected["states"])
+        final = raw[sizes[0] :].view(of_final).view(expected["final"])
         if not bool(states.isfinite().all() and final.isfinite().all()):
             raise ServerRefused(
                 f"{server}: states of the teacher are not finite; expected numbers: look for NaN in the teacher's "
@@ -103,11 +138,21 @@ class Wanted:
 
 
 def wanted_sequences(
-    rollouts: list[Rollout], plan: StepPlan, data: int, match: TeacherMatch, term: OutputTerm | None
+    rollouts: list[Rollout],
+    plan: StepPlan,
+    data: int,
+    match: TeacherMatch,
+    term: OutputTerm | None,
+    bridge: ServedBridge | None,
 ) -> list[Wanted]:
-    """What data-parallel rank `data` asks for, of the tokens that `plan`, the teacher's, computes."""
-    layers = sorted({_number(layer, match) for layer in match.layers.values()})
-    wanted = []
+    """What data-parallel rank `data` asks for, of the tokens that `plan`, the teacher's, computes.
+
+    Args:
+        bridge: the teacher's, if servers apply it.
+    """
+    layers, wanted = sorted({number_of_layer(layer, match) for layer in match.layers.values()}), []
+    if bridge is not None:
+        layers = bridge.layers
     for pack in plan.hidden.packs[data]:
         for i, length in zip(pack.sequences, pack.lengths, strict=True):
             table = plan.hidden.table
@@ -131,19 +176,16 @@ def wanted_sequences(
                 vocabulary=match.shared_vocab,
                 temperature=1.0 if term is None else term.loss.temperature,
                 chunk=1 if term is None else term.chunk_tokens,
+                bridge="" if bridge is None else bridge.digest,
+                rank=0 if bridge is None else bridge.rank,
             )
             ids = rollouts[i].as_read_by_teacher().ids[:length].tolist()
             wanted.append(Wanted(Request(ids, ask), rows, at, output_rows, output_at))
     return wanted
 
 
-def _number(layer: int, match: TeacherMatch) -> int:
-    """A teacher's layer as servers number it: the last one after the final norm is L + 1."""
-    return layer + 1 if layer == match.final_layer else layer
-
-
 class Shards:
-    """The rows of this rank, taken out of answers as they come, projected if there is a bridge."""
+    """The rows of this rank, taken out of answers as they come, and projected if no server has applied the bridge."""
 
     def __init__(self, match: TeacherMatch, term: OutputTerm | None, dtype: torch.dtype, last: int) -> None:
         """`dtype`: the run's; `last`: the student's last layer, whose key the output rows have."""
@@ -158,9 +200,10 @@ class Shards:
         match, ask = self._match, wanted.request.ask
         at = on_device(wanted.at)
         self._rows.append(wanted.rows)
-        for student_layer, layer in match.layers.items():
-            states = answer.states[ask.layers.index(_number(layer, match))].to(device())
-            if match.project is not None:
+        for number, (student_layer, layer) in enumerate(match.layers.items()):
+            place = number if ask.bridge else ask.layers.index(number_of_layer(layer, match))
+            states = answer.states[place].to(device())
+            if match.project is not None and not ask.bridge:
                 states = match.project(student_layer, states)
             self._values[student_layer].append(states.index_select(0, at))
         if self._term is not None:

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 from forked_commands import python
 from pool import Pools
+from served_teachers import serving_teachers
 
+from benchmarks.server_killer import API_SERVER, GROUP, GUARD
 from benchmarks.sigkill import PHASES, choose
+from benchmarks.sigkill_teacher import PHASES as TEACHER_PHASES
+from benchmarks.sigkill_teacher import choose as teacher_kills
 
 ROOT = Path(__file__).parent.parent.parent
+# the processes of a stand-in for a teacher's server
+STAND_INS = (GUARD, API_SERVER, GROUP)
 
 
 def test_twenty_kills_cover_every_phase() -> None:
@@ -69,3 +75,16 @@ def test_what_a_stream_has_not_taken_is_taken_once(run: Callable[..., str]) -> N
     """Beside servers; in this process all that is admitted is complete at once, and the run as if never killed."""
     run(20, 16, 1, "--lag", "4", tool="sigkill_stream")
     run(8, 16, 1, "--lag", "4", "--mode", "stream")
+
+
+@pytest.mark.slow
+def test_a_run_whose_teacher_is_killed_ends_as_if_it_never_was(pools: Pools, tmp_path: Path) -> None:
+    """The teacher's servers are stand-ins, which have no engine core and no workers."""
+    phases = {strike.phase for run in teacher_kills(20, random.Random(1), STAND_INS) for strike in run}
+    assert phases == set(TEACHER_PHASES)
+    with serving_teachers(tmp_path) as served:
+        command = ["-m", "benchmarks.sigkill", "--teacher", "vllm", "--seed", "1", "--tensor", "1"]
+        command += ["--python", str(served.bench() / "python"), "--processes", *STAND_INS]
+        said = python(pools, command, ROOT, tmp_path / "logs", patience_s=900)
+    assert "20 kills" in said and "bit by bit" in said and "no process of a server" in said
+    assert {phase for phase in TEACHER_PHASES if f" {phase} " in said} == phases

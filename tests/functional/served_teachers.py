@@ -9,14 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import edit_tensors
+from tiny_models import edit_tensors, save_random_bridge
 
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
+from tests.support.served_states import project, states_of
 
 # what the verdict of a stand-in depends on
 DESCRIBED = {"tensor": 1, "chunk": 2048, "version": "stand-in"}
@@ -25,42 +25,12 @@ SERVED = ("teacher.engine=vllm",)
 STAND_IN = Path(__file__).with_name("teacher_stand_in.py")
 
 
-@cache
-def _model(directory: str, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    made = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
-    )
-    return made.eval()
-
-
-@torch.no_grad()
-def states_of(directory: str, dtype: str, ids: list[int], ask: Ask) -> list[torch.Tensor]:
-    """[The states [layers, rows, D], the final rows [n, D], or [n, 2] for tokens], as servers number layers."""
-    model = _model(directory, dtype)
-    streams: dict[int, torch.Tensor] = {}
-    layers = model.model.layers
-    hooks = [
-        layer.register_forward_hook(
-            lambda _, __, out, n=number: streams.update({n: (out[0] if isinstance(out, tuple) else out)[0]})
-        )
-        for number, layer in enumerate(layers, 1)
-    ]
-    try:
-        final = model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    streams[len(layers) + 1] = final
-    states = torch.stack([streams[layer][ask.rows] for layer in ask.layers]) if ask.layers else torch.empty(0)
-    rows = final[ask.final_rows]
-    if ask.tokens is not None:
-        logits = model.lm_head(rows)[:, : ask.vocabulary].float() / ask.temperature
-        logprobs = logits.log_softmax(-1)
-        drawn = logprobs.gather(1, torch.tensor(ask.tokens)[:, None])[:, 0]
-        rows = torch.stack([drawn, -(logprobs.exp() * logprobs).sum(-1)], dim=1)
-    return [states.to(getattr(torch, dtype)), rows]
+def through_a_bridge(models: Path, root: Path) -> list[str]:
+    """Overrides of a run through a random bridge, which is written to `root`: its maps read layers 3, 3, 6 and 8."""
+    configs = [json.loads((models / role / "config.json").read_text()) for role in ("student", "teacher")]
+    pairs = {1: 3, 2: 3, 5: 6, 8: 8}
+    save_random_bridge(root / "bridge", *configs, pairs, 5, "token")
+    return [f"bridge.path={root / 'bridge'}", f"loss.representation.layers=[{','.join(map(str, pairs))}]"]
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -78,6 +48,8 @@ class _Handler(socketserver.StreamRequestHandler):
         model = (owner.choose and owner.choose(task)) or owner.instead.get(task["model"], task["model"])
         with self.server.lock:  # type: ignore[attr-defined]
             parts = states_of(str(model), task["dtype"], task["ids"], ask)
+        if task["bridge"] is not None:
+            parts[0] = project(parts[0], task["bridge"])
         self.wfile.write(b"!" + b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
 
 

@@ -2,7 +2,8 @@
 
 The server process has the standard library alone, so that it starts at once; the model is in the process of the tests
 (`served_teachers.py`), which it asks over the Unix socket that `STAND_IN_MODEL` names. `STAND_IN` is as of
-`vllm_stand_in.py`, whose faults "die", "start" and "describe" it knows; "answer" is the header of all of its answers.
+`vllm_stand_in.py`, whose faults "die", "start" and "describe" it knows; "answer" is the header of all of its answers,
+"header" changes that of projected ones, and "bridge" what it says of a bridge that it has loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from door_stand_in import DoorStandIn
 from nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask, weights_digest
-from nemo_oprd_files import FOLDER
+from nemo_oprd_bridge import BridgeFile
+from nemo_oprd_files import FOLDER, open_bucket
 from vllm_stand_in import HERE, Handler, Refusal, UnixServer, happens
 
 
@@ -36,11 +38,12 @@ class Teacher:
         )
         self.folder = AnswerFolder(os.environ[FOLDER])
         self.installed, self.asked, self.lock = False, 0, threading.Lock()
+        self.bridges: dict[str, BridgeFile] = {}
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """What a call returns."""
         if path == "/collective_rpc":
-            return {"results": [getattr(self, body["method"])()]}
+            return {"results": [getattr(self, body["method"])(**body.get("kwargs", {}))]}
         assert path == "/inference/v1/generate", path
         text = (body["sampling_params"].get("extra_args") or {}).get(ASK)
         if text is not None:
@@ -50,12 +53,20 @@ class Teacher:
     def nemo_oprd_install(self) -> None:
         self.installed = True
 
+    def nemo_oprd_load_bridge(self, file: dict[str, Any]) -> dict[str, Any]:
+        found = BridgeFile(**file)
+        found.read(open_bucket(found.path, found.size))
+        self.bridges[found.digest] = found
+        return {"digest": found.digest} | self.faults.get("bridge", {})
+
     def nemo_oprd_describe(self) -> dict[str, Any]:
         found = {"num_hidden_layers": self.depth, "hidden_size": self.width, "vocab_size": self.vocabulary}
         found |= {"dtype": self.options.dtype, "eager": True, "runner_v1": True, "prefix_caching": False, "tensor": 1}
         found |= {"pipeline": 1, "lora": False, "speculative": False, "weights": weights_digest(self.options.model)}
         found |= {"chunk": 2048, "version": "stand-in", "longest": self.options.max_model_len - 1}
         found |= {"generation": int(os.environ[GENERATION])}
+        found |= {"quantization": None, "kv_cache_dtype": "auto"}
+        found |= {"load_format": "auto", "float32_matmul": "highest"}
         return found | self.faults.get("describe", {})
 
     def teach(self, ids: list[int], text: str) -> None:
@@ -75,7 +86,11 @@ class Teacher:
             (Path(os.environ[FOLDER]) / f"{ask.name}.part").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
         header = ask.header(ids, self.width, self.options.dtype, int(os.environ[GENERATION]))
-        asked = {"model": self.options.model, "ids": ids, "ask": text, "dtype": self.options.dtype}
+        bridge = None
+        if ask.bridge:
+            bridge, header["bridge"] = vars(self.bridges[ask.bridge]), self.bridges[ask.bridge].digest
+            header |= self.faults.get("header", {})
+        asked = {"model": self.options.model, "ids": ids, "ask": text, "dtype": self.options.dtype, "bridge": bridge}
         values = computed({**asked, "server": self.options.uds, "generation": int(os.environ[GENERATION])})
         self.folder.write(ask.name, self.faults.get("answer", header), values)
 

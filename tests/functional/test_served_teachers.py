@@ -6,7 +6,9 @@ test_across_tokenizers.py.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,12 @@ from typing import Any
 import pytest
 from layout_cases import Workbench, read_result
 from pool import Pools, WorkerError
-from served_teachers import SERVED, ServedTeachers, asks, settings_of
+from served_teachers import SERVED, ServedTeachers, asks, settings_of, through_a_bridge
+
+from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.observability.timeline import AHEAD, read_timeline
+from tests.support.forked_run import differences, toy_overrides
 
 SMALL = "train.tokens_per_microbatch=120"
 
@@ -68,7 +75,8 @@ def test_an_error_in_a_hook_is_told(pools: Pools, settings: list[str], served_te
 
 DESCRIPTIONS = {
     "num_hidden_layers": 9, "hidden_size": 33, "dtype": "bfloat16", "eager": False, "runner_v1": False,
-    "prefix_caching": True, "weights": "other",
+    "prefix_caching": True, "weights": "other", "quantization": "fp8", "kv_cache_dtype": "fp8_e4m3",
+    "load_format": "dummy", "float32_matmul": "high",
 }  # fmt: skip
 
 
@@ -167,11 +175,70 @@ def test_a_head_that_is_not_the_servers_is_refused(
         teacher, lambda tensors: tensors["lm_head.weight"].mul_(0.9)
     )
     overrides = [*settings, *output, *settings_of(served_teachers.bench())]
+    of_server = [*settings, "loss.output.kind=sampled_token", *settings_of(served_teachers.bench())]
     try:
         with pytest.raises(WorkerError, match=r"log-probabilities by the teacher's LM head in its files differ from"):
             pools[1].run("cases:run_verify", overrides=overrides)
+        with pytest.raises(WorkerError, match=r"canary of qwen3: the \S+ by the server's head differs from transf"):
+            pools[1].run("cases:run_verify", overrides=of_server)
     finally:
         served_teachers.instead.clear()
+
+
+@pytest.fixture
+def bridged(workbench: Workbench, settings: list[str], tmp_path: Path) -> list[str]:
+    """A run through a bridge, of which two maps read the same layer, and one the state after the final norm."""
+    return [*settings, *through_a_bridge(workbench.root / "qwen3", tmp_path)]
+
+
+def test_servers_project_what_a_bridge_compares(
+    pools: Pools, bridged: list[str], served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """Gradients are those with the teacher in the trainer; states do not leave in their full width."""
+    output, layout = f"output={tmp_path / 'out'}", ["student.parallel.tensor=2", "student.parallel.sequence=true"]
+    found, bench = [], served_teachers.bench()
+    for engine in (settings_of(bench), ["teacher.engine=megatron"]):
+        pools[2].run("cases:run_verify", overrides=[*bridged, *layout, *engine, output])
+        found.append(read_result(tmp_path / "out"))
+    (losses, gradients), (expected, theirs) = found
+    assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=1e-5)
+    assert max(agreement(gradients, theirs).values()) < 1e-5
+    of_run = [each["ask"] for each in asks(bench) if each["ask"]["bridge"]]
+    assert len(of_run) > 10 and {each["rank"] for each in of_run} == {5}
+    assert {tuple(each["layers"]) for each in of_run} == {(3, 3, 6, 9)}
+    states = [each["ask"] for each in asks(bench) if not each["ask"]["bridge"]]
+    assert len(states) == 6, "those of the canary"
+
+
+def test_answers_without_room_in_shared_memory_come_in_pieces(
+    pools: Pools, settings: list[str], bridged: list[str], served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """Row by row, also those of the canary: the same bits as from whole answers."""
+    output = ["loss.output.kind=sampled_token", f"output={tmp_path / 'out'}"]
+    for run in (settings, bridged):
+        found, counts = [], []
+        for case in ("cases:run_verify", "little_room:run_verify"):
+            bench = served_teachers.bench()
+            pools[1].run(case, overrides=[*run, *settings_of(bench), *output])
+            found.append(read_result(tmp_path / "out"))
+            counts.append(len(asks(bench)))
+        (losses, gradients), (again, gradients_again) = found
+        assert again == losses and counts[1] > counts[0] + 10
+        assert all(bool((gradients_again[name] == gradient).all()) for name, gradient in gradients.items())
+
+
+def test_states_of_another_bridge_are_refused(
+    pools: Pools, bridged: list[str], served_teachers: ServedTeachers
+) -> None:
+    for fault, said in (
+        ({"header": {"bridge": "0" * 32}}, f"answered something else than was asked: bridge={'0' * 32} instead of"),
+        (
+            {"bridge": {"digest": "0" * 32}},
+            "could not load the bridge: {'digest': '" + "0" * 32 + "'}; expected bridge",
+        ),
+    ):
+        with pytest.raises(WorkerError, match=re.escape(said)):
+            pools[1].run("cases:run_verify", overrides=[*bridged, *settings_of(served_teachers.bench(**fault))])
 
 
 def test_two_steps_of_training(
@@ -194,3 +261,36 @@ def test_two_steps_of_training(
     served, held = (weights(tmp_path / name / "hf") for name in ("vllm", "megatron"))
     assert all(bool(((served[name] - held[name]).abs() <= 1e-6).all()) for name in held)
     assert nothing_is_left(bench)
+
+
+def test_states_that_are_asked_for_while_responses_are_sampled(
+    pools: Pools, served_teachers: ServedTeachers, tmp_path: Path
+) -> None:
+    """The same metrics and weights bit by bit, whether all, some or none are; with all of them nothing is asked twice.
+
+    The timeline says that servers compute for a batch before all its responses are there.
+    """
+    make_tiny_pair(tmp_path / "toy", steps=10, log=lambda _: None)
+    common = [
+        *toy_overrides(tmp_path / "toy", 3),
+        "student.parallel.tensor=2",
+        "rollout.max_batch=2",
+        "rollout.save=true",
+    ]
+    common += ["data.validation={}", "evaluation.every=0", "train.keep_best=null", "loss.output.kind=sampled_token"]
+    common += ["loss.output.weight=0.5", "train.prompts_per_step=8"]
+    counts = {}
+    for name, ahead_gib in (("whole", 0), ("some", 3e-5), ("all", 0.01)):
+        bench, output = served_teachers.bench(), tmp_path / name
+        overrides = [*common, f"teacher.vllm.ahead_gib={ahead_gib}", *settings_of(bench), f"output={output}"]
+        pools[2].run("cases:run_train", overrides=overrides, config="quickstart")
+        asked = [json.dumps({**each["ask"], "name": ""}) + str(each["tokens"]) for each in asks(bench)]
+        counts[name] = len(asked)
+        assert differences(tmp_path / "whole", output) == [] and nothing_is_left(bench)
+        early = [each for each in read_timeline(output) if each.phase == AHEAD]
+        # a line needs an answer that came before the batch was complete, which is up to the clock
+        assert len(early) <= (0 if name == "whole" else 3) and (early or name != "all")
+        for each in early:
+            (sampling,) = [one for one in read_timeline(output) if one.phase == "generate" and one.step == each.step]
+            assert sampling.began < each.began < sampling.ended, "asked before the batch was complete"
+    assert counts["all"] == counts["some"] == counts["whole"], counts

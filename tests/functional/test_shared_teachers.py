@@ -25,8 +25,10 @@ from typing import Any
 import pytest
 from layout_cases import LAYERS, Workbench, read_result
 from pool import Pools, WorkerError
-from served_teachers import ServedTeachers, asks
+from served_teachers import ServedTeachers, asks, through_a_bridge
 from vllm_engine_cases import free_port
+
+from nemo_oprd.distillation.reference.hugging_face import agreement
 
 SMALL = "train.tokens_per_microbatch=120"
 OTHER_TOKEN = "x" * 40
@@ -164,6 +166,31 @@ def test_two_runs_share_a_server(
             assert float((gradients[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-3 * largest), (
                 name
             )
+
+
+def test_whole_states_leave_a_shared_server_where_a_run_has_a_bridge(
+    pools: Pools, workbench: Workbench, served_teachers: ServedTeachers, shared: Serve, tmp_path: Path
+) -> None:
+    """The ranks that asked project them, also from answers in pieces; gradients are those of the Megatron teacher."""
+    bridged = through_a_bridge(workbench.root / "qwen3", tmp_path)
+    common = [*workbench.settings("qwen3"), SMALL, *bridged, "student.parallel.tensor=2", f"output={tmp_path / 'out'}"]
+    before, found, counts = len(asks(shared.bench)), [], []
+    for case, engine in (
+        ("cases:run_verify", shared.settings),
+        ("little_room:run_verify", shared.settings),
+        ("cases:run_verify", []),
+    ):
+        pools[2].run(case, overrides=[*common, *engine])
+        found.append(read_result(tmp_path / "out"))
+        counts.append(len(asks(shared.bench)))
+    (losses, gradients), (again, gradients_again), (expected, theirs) = found
+    assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=1e-5)
+    assert max(agreement(gradients, theirs).values()) < 1e-5
+    assert again == losses and counts[1] - counts[0] > counts[0] - before + 10
+    assert all(bool((gradients_again[name] == gradient).all()) for name, gradient in gradients.items())
+    of_runs = [each["ask"] for each in asks(shared.bench)[before:]]
+    assert {(each["bridge"], each["rank"]) for each in of_runs} == {("", 0)}
+    assert (3, 6, 9) in {tuple(each["layers"]) for each in of_runs}
 
 
 @pytest.mark.slow

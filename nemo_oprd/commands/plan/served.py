@@ -92,9 +92,8 @@ def _servers(
     placement = "elsewhere" if config.teacher_endpoints(number) else settings.placement
     count = server_count(config, number, student.size)
     length = min(longest.prompt + longest.response, teacher.spec.max_positions)
-    row_bytes = teacher.spec.hidden_size * mean.value_bytes
+    row_bytes, layers = sent_per_row(config, number, teacher, mean.value_bytes)
     share = mean.shares[0] if len(mean.teachers) == 1 else mean.responses / len(mean.teachers)
-    layers = len(set(teacher.pairs.values()))
     answers = share * (mean.rows * layers * row_bytes + output_row_bytes(teacher, mean) * mean.output_rows)
     flops = served_flops(teacher, mean)
     rate = gpu.flops * ASSUMED.compute * count * settings.tensor
@@ -124,6 +123,14 @@ def server_count(config: Config, number: int, students: int) -> int:
     if settings.placement == "dedicated":
         return settings.replicas or 1
     return settings.replicas or max(1, students // settings.tensor)
+
+
+def sent_per_row(config: Config, number: int, teacher: TeacherWork, value_bytes: int) -> tuple[int, int]:
+    """(Bytes per row and layer that leave a server, layers): projected by a bridge, but not by shared servers."""
+    projects = config.teacher_sources[number].bridge not in (None, "full_width")
+    if projects and not config.teacher_endpoints(number):
+        return teacher.width * teacher.value_bytes, len(teacher.pairs)  # a map for each layer of the student
+    return teacher.spec.hidden_size * value_bytes, len(set(teacher.pairs.values()))
 
 
 def output_row_bytes(teacher: TeacherWork, work: Workload) -> int:

@@ -18,23 +18,23 @@ import torch
 from safetensors import safe_open
 
 from nemo_oprd.models.canary.delta_rule import exact_delta_rule
-from nemo_oprd.models.canary.reference import ReferenceStates
+from nemo_oprd.models.canary.reference import HEAD_ROWS, ReferenceStates
 
 _LISTS = ("layers", "h", "blocks")  # what transformers calls its lists of decoder layers
 _OTHER_TOWERS = ("vision", "visual", "audio")
 
 
-def layered_states(directory: Path, prompts: list[list[int]], dtype: str) -> ReferenceStates:
+def layered_states(directory: Path, prompts: list[list[int]], dtype: str, *, head: bool = False) -> ReferenceStates:
     """As `reference.reference_states`, in this process.
 
     Raises:
         ValueError: transformers is too old, the model has no single list of decoder layers, tensors are missing, or
             transformers does not return the state of every layer.
     """
-    model = _load(directory, getattr(torch, dtype))
+    model = _load(directory, getattr(torch, dtype), head=head)
     turns = _Turns(len(prompts), model.layered)
     with exact_delta_rule(model, dtype=model.dtype):
-        found = _run(model, turns, prompts)
+        found = _run(model, turns, prompts, head=head)
     depth = len(model.layered.layers)
     for prompt in found:
         if len(prompt["hidden"]) != depth + 1:
@@ -48,6 +48,7 @@ def layered_states(directory: Path, prompts: list[list[int]], dtype: str) -> Ref
         peak_bytes=turns.peak_bytes,
         largest_layer_bytes=turns.largest_layer_bytes,
         total_bytes=turns.total_bytes,
+        heads=[prompt["head"] for prompt in found] if head else [],
     )
 
 
@@ -98,8 +99,9 @@ def _bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
 
 
-def _run(model: Any, turns: _Turns, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Per prompt: "hidden", transformers' states; "final", after the final norm; "before_norm", the last block's."""
+def _run(model: Any, turns: _Turns, prompts: list[list[int]], *, head: bool) -> list[dict[str, Any]]:
+    """Per prompt: "hidden", transformers' states; "final", after the final norm; "before_norm", the last block's; with
+    a head "head", see `ReferenceStates.heads`."""
     found: list[dict[str, Any]] = [{} for _ in prompts]
     errors: list[Exception] = []
     here = threading.local()
@@ -112,9 +114,12 @@ def _run(model: Any, turns: _Turns, prompts: list[list[int]]) -> list[dict[str, 
         with turns.baton, torch.no_grad():
             try:
                 ids = torch.tensor([prompts[number]])
-                out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+                more = {"logits_to_keep": HEAD_ROWS} if head else {}
+                out = model(input_ids=ids, output_hidden_states=True, use_cache=False, **more)
                 found[number]["hidden"] = [_rows(state) for state in out.hidden_states]
-                found[number]["final"] = _rows(out.last_hidden_state)
+                found[number]["final"] = _rows(out.hidden_states[-1] if head else out.last_hidden_state)
+                if head:
+                    found[number]["head"] = _next_tokens(_rows(out.logits), prompts[number])
             except Exception as error:
                 errors.append(error)
                 turns.barrier.abort()
@@ -136,18 +141,28 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
     return state[0].float().clone()
 
 
-def _load(directory: Path, dtype: torch.dtype) -> Any:
-    """The model without its head; `model.layered` is its `LayerLoader`."""
+def _next_tokens(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Float32 [n - 1, 2] of the logits [n, V] of the last n rows: of the next token, and the entropy."""
+    logprobs = logits[:-1].log_softmax(-1)
+    drawn = logprobs.gather(1, torch.tensor(ids[len(ids) - len(logprobs) :])[:, None])[:, 0]
+    return torch.stack([drawn, -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)], dim=1)
+
+
+def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
+    """The model, with or without its head; `model.layered` is its `LayerLoader`."""
     import transformers
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it reports the head, which the states don't need
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    kind, mapping = AutoModel, transformers.MODEL_MAPPING
+    if head:
+        kind, mapping = AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        cls = transformers.MODEL_MAPPING[type(config)]
+        cls = mapping[type(config)]
     except KeyError:
-        raise ValueError(f"transformers' {AutoModel.__name__} has no model for {type(config).__name__}") from None
+        raise ValueError(f"transformers' {kind.__name__} has no model for {type(config).__name__}") from None
     model, info = _without_layers(cls).from_pretrained(
         directory,
         config=config,

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,8 @@ import nemo_oprd
 MODULE = "nemo_oprd.models.canary.reference_process"
 STATES, REPORT = "states.safetensors", "report.json"
 DTYPES = ("float32", "bfloat16", "float64")
+# rows of a prompt whose logits are computed, the last ones
+HEAD_ROWS = 64
 # more threads gain little on a few hundred tokens, and the engine's own processes may be starting meanwhile
 _MOST_THREADS = 8
 # the first one whose loader takes the tensors of one layer alone
@@ -39,6 +41,8 @@ class ReferenceStates:
             the residual stream after the block.
         embeddings: the input of the first layer.
         before_norm: the residual stream after the last block.
+        heads: where the head was asked for, per prompt float32 [n, 2]: of its last n rows that have a next token, at
+            most `HEAD_ROWS` - 1, the log-probability of that token and the entropy.
         peak_bytes: the most bytes of parameters that were in memory at a time.
         largest_layer_bytes: bytes of the largest layer's parameters.
         total_bytes: bytes of all parameters that were loaded.
@@ -51,6 +55,7 @@ class ReferenceStates:
     peak_bytes: int
     largest_layer_bytes: int
     total_bytes: int
+    heads: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def depth(self) -> int:
@@ -61,6 +66,7 @@ class ReferenceStates:
         """All states by unique names, see `from_tensors`."""
         named = {f"{layer}.{i}": rows for layer, states in self.layers.items() for i, rows in enumerate(states)}
         named |= {f"embeddings.{i}": rows for i, rows in enumerate(self.embeddings)}
+        named |= {f"head.{i}": rows for i, rows in enumerate(self.heads)}
         return named | {f"before_norm.{i}": rows for i, rows in enumerate(self.before_norm)}
 
     def without_norm(self) -> ReferenceStates:
@@ -75,10 +81,10 @@ class ReferenceStates:
             part, _, prompt = name.partition(".")
             states.setdefault(part, {})[int(prompt)] = rows
         lists = {part: [rows for _, rows in sorted(found.items())] for part, found in states.items()}
-        embeddings, before_norm = lists.pop("embeddings"), lists.pop("before_norm")
+        embeddings, before_norm, heads = lists.pop("embeddings"), lists.pop("before_norm"), lists.pop("head", [])
         layers = {int(part): rows for part, rows in sorted(lists.items(), key=lambda item: int(item[0]))}
-        bytes_of = (int(report[name]) for name in ("peak_bytes", "largest_layer_bytes", "total_bytes"))
-        return ReferenceStates(layers, embeddings, before_norm, str(report["dtype"]), *bytes_of)
+        bytes_of = {name: int(report[name]) for name in ("peak_bytes", "largest_layer_bytes", "total_bytes")}
+        return ReferenceStates(layers, embeddings, before_norm, str(report["dtype"]), **bytes_of, heads=heads)
 
 
 def why_unavailable() -> str | None:
@@ -89,12 +95,15 @@ def why_unavailable() -> str | None:
     return f"transformers {version} loads models as a whole only; expected {_FIRST_TRANSFORMERS} or later"
 
 
-def reference_states(directory: Path, prompts: list[list[int]], dtype: str = "float32") -> ReferenceStates:
+def reference_states(
+    directory: Path, prompts: list[list[int]], dtype: str = "float32", *, head: bool = False
+) -> ReferenceStates:
     """Transformers' states of the Hugging Face model in `directory`, one layer in memory at a time.
 
     Args:
         prompts: token ids; each prompt is computed by itself.
         dtype: "float32", "bfloat16" or "float64", in which transformers computes.
+        head: whether log-probabilities by the model's own head are wanted, too.
 
     Raises:
         ValueError: transformers cannot run the model, or the weights are not complete.
@@ -102,7 +111,7 @@ def reference_states(directory: Path, prompts: list[list[int]], dtype: str = "fl
     assert dtype in DTYPES, dtype
     with TemporaryDirectory(prefix="nemo_oprd_canary_") as scratch:
         folder = Path(scratch)
-        asked = {"directory": str(Path(directory).absolute()), "prompts": prompts, "dtype": dtype}
+        asked = {"directory": str(Path(directory).absolute()), "prompts": prompts, "dtype": dtype, "head": head}
         command = [sys.executable, "-m", MODULE, str(folder)]
         done = subprocess.run(
             command, input=json.dumps(asked), env=_environment(), capture_output=True, text=True, check=False

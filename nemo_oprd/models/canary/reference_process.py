@@ -20,7 +20,7 @@ def main() -> None:
     """See the module."""
     folder, asked = Path(sys.argv[1]), json.load(sys.stdin)
     try:
-        states = layered_states(Path(asked["directory"]), asked["prompts"], asked["dtype"])
+        states = layered_states(Path(asked["directory"]), asked["prompts"], asked["dtype"], head=asked["head"])
     except (ValueError, OSError, ImportError, KeyError, NotImplementedError, AttributeError) as error:
         first = " ".join(str(error).split())[:400]
         text = f"{asked['directory']}: transformers cannot compute the canary ({type(error).__name__}: {first}); "

@@ -150,6 +150,17 @@ def test_bytes_and_seconds(pair: list[str]) -> None:
     assert servers.flops == pytest.approx(held.flops.teacher, rel=0.02), "as for the same teacher in the trainer"
 
 
+def test_a_run_of_its_own_servers_sends_what_a_bridge_leaves(pair: list[str], tmp_path: Path) -> None:
+    """Its rank of float32 numbers per row and map; servers that several runs share send the width of each layer."""
+    settings = (SERVED, f"bridge.path={tmp_path / 'bridge'}", "bridge.rank=96", "loss.representation.layers=[7,14,28]")
+    settings += ("logging.output_metrics_every=0",)
+    own = planned(pair, 8, *settings)
+    shared = planned(pair, 8, *settings, "teacher.vllm.endpoints=[http://a:1]")
+    (projected,), (whole,) = own.servers, shared.servers
+    assert (projected.row_bytes, whole.row_bytes) == (4 * 96, 2 * 1536)
+    assert whole.answers / projected.answers == pytest.approx(2 * 1536 / (4 * 96))
+
+
 def test_several_teachers_divide_the_share(pair: list[str], tmp_path: Path) -> None:
     """In the plan and in what a server is started with; a number that is given is that of each."""
     student, teacher = pair

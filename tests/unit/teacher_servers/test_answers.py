@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, Ask, weights_digest
-from nemo_oprd.teacher_servers.servers import _Queue
-from nemo_oprd.teacher_servers.wanted import Request
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
+from nemo_oprd.teacher_servers.round import RequestQueue
+from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 NAME = "0123456789abcdef" * 2
 ASK = Ask(NAME, [1, 3], [0, 2], [1], None)
 IDS = [5, 6, 7]
 WIDTH = 2
+# two student layers are compared with layer 1
+PROJECTED = replace(ASK, layers=[3, 1, 1], bridge=NAME[::-1], rank=1)
 
 
 def header(ask: Ask = ASK, ids: list[int] = IDS) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def read(changed: dict[str, Any], values: list[float], ask: Ask = ASK) -> Any:
 
 def test_an_ask_comes_through_as_it_is() -> None:
     drawn = replace(ASK, tokens=[4], vocabulary=5, temperature=0.7, chunk=3)
-    for ask in (ASK, drawn, replace(ASK, layers=[], rows=[], final_rows=[])):
+    for ask in (ASK, drawn, PROJECTED, replace(ASK, layers=[], rows=[], final_rows=[])):
         assert Ask.parse(ask.text(), 3, 2, 9) == ask
         assert Ask.parse(ask.text(), 3, 2, 9).header(IDS, WIDTH, "float32", 1) == header(ask)
 
@@ -47,6 +51,8 @@ def test_an_ask_comes_through_as_it_is() -> None:
         *({"final_rows": rows} for rows in ([3], [1, 1])),
         {"tokens": []}, {"tokens": [9], "vocabulary": 9}, {"tokens": [-1], "vocabulary": 9},
         {"tokens": [1], "vocabulary": 10}, {"tokens": [1], "vocabulary": 10**30},
+        {"bridge": NAME}, {"rank": 2}, {"bridge": NAME, "rank": -1}, {"bridge": 7, "rank": 7},
+        {"bridge": NAME, "rank": 2, "layers": [0, 1]}, {"bridge": NAME, "rank": 2, "layers": "1"},
         {"tokens": [1], "vocabulary": 9, "temperature": 0}, {"tokens": [1], "vocabulary": 9, "chunk": 0},
     ],
     ids=str,
@@ -104,11 +110,23 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
         AnswerFolder(str(link))
 
 
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match="expected a folder of this user with mode 0700"):
+        AnswerFolder(str(tmp_path))
+
+
 def test_values_of_an_answer() -> None:
     answer = read({}, [*range(10)])
     assert answer.states.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] and answer.final.tolist() == [[8, 9]]
     drawn = read({}, [*range(10)], replace(ASK, tokens=[1], vocabulary=9))
     assert drawn.final.tolist() == [[8, 9]]
+    projected = read({}, [*range(8)], PROJECTED)
+    assert projected.states.tolist() == [[[0], [1]], [[2], [3]], [[4], [5]]] and projected.final.tolist() == [[6, 7]]
+    assert sum(PROJECTED.sizes(WIDTH, "bfloat16")) == 3 * 2 * 1 * 4 + 1 * WIDTH * 2, (
+        "float32, and of final rows bfloat16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,6 +147,12 @@ def test_other_answers_are_refused(changed: dict[str, Any], values: list[float],
         read(changed, values)
 
 
+def test_the_projection_of_another_bridge_is_refused() -> None:
+    for said in ("", NAME):
+        with pytest.raises(ServerRefused, match=f"bridge={said} instead of {PROJECTED.bridge}"):
+            read({"bridge": said}, [0.0] * 8, PROJECTED)
+
+
 def test_other_ids_have_another_header() -> None:
     headers = [header(), header(ids=[5, 6, 8]), header(replace(ASK, rows=[0, 1])), header(replace(ASK, layers=[1, 2]))]
     assert len({each["asked"] for each in headers}) == 4
@@ -139,7 +163,7 @@ def test_answers_wait_for_room_in_shared_memory() -> None:
 
     async def claimed() -> list[int]:
         left = [(i, Request(IDS, ASK)) for i in (2, 1, 0)]
-        waiting, got = _Queue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
+        waiting, got = RequestQueue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
         for _ in range(3):
             claim = asyncio.ensure_future(waiting.claim())
             done, _ = await asyncio.wait([claim], timeout=0.01)
@@ -155,6 +179,45 @@ def test_answers_wait_for_room_in_shared_memory() -> None:
         return got
 
     assert asyncio.run(claimed()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "room", "sizes"),
+    [
+        ({}, 10**6, [(2500, 70)]),
+        ({}, 2 * WIDTH * 4 * 1000, [(1000, 0), (1000, 0), (500, 0), (0, 70)]),
+        ({}, 2 * WIDTH * 4 * 2500, [(2500, 0), (0, 70)]),
+        ({}, 1, [(1, 0)] * 2500 + [(0, 1)] * 70),
+        # cut where servers cut, too
+        ({"bridge": NAME, "rank": 1}, 8 * 2100, [(2048, 0), (452, 0), (0, 70)]),
+        ({"bridge": NAME, "rank": 1}, 8 * 20, [(1024, 0), (1024, 0), (452, 0), *[(0, 20)] * 3, (0, 10)]),
+        ({"rows": [], "tokens": [*range(70)], "vocabulary": 70}, 8 * 50, [(0, 50), (0, 20)]),
+        ({"final_rows": []}, 16 * 2000, [(2000, 0), (500, 0)]),
+    ],
+)
+def test_an_answer_without_room_comes_in_pieces(
+    changes: dict[str, Any], room: int, sizes: list[tuple[int, int]]
+) -> None:
+    """They are joined to the same answer, and each one that needs more than a row fits."""
+    ask = Ask(NAME, [1, 3], [*range(0, 5000, 2)], [*range(0, 210, 3)])
+    request = Request([0] * 5000, replace(ask, **changes))
+    pieces = request.pieces(room, WIDTH, "float32")
+    assert [(len(each.ask.rows), len(each.ask.final_rows)) for each in pieces] == sizes
+    assert len({each.ask.name for each in pieces}) == len(pieces)
+    for each in pieces:
+        assert Ask.parse(each.ask.text(), 5000, 2, 99) == each.ask
+        smallest = PROJECTED_ROWS if each.ask.bridge else 1
+        assert sum(each.ask.sizes(WIDTH, "float32")) <= room or len(each.ask.rows + each.ask.final_rows) <= smallest
+    columns = WIDTH if request.ask.tokens is None else 2
+
+    def answer(asked: Ask) -> Answer:
+        rows = torch.tensor(asked.rows, dtype=torch.float32)[None, :, None]
+        scale = torch.tensor(asked.layers)[:, None, None] * (1 + torch.arange(asked.rank or WIDTH))
+        drawn = torch.tensor(asked.tokens or asked.final_rows, dtype=torch.float32)[:, None]
+        return Answer(rows * scale, drawn.expand(-1, columns) + torch.tensor(asked.final_rows)[:, None])
+
+    joined, whole = request.joined([answer(each.ask) for each in pieces]), answer(request.ask)
+    assert torch.equal(joined.states, whole.states) and torch.equal(joined.final, whole.final)
 
 
 def test_digest_of_weights(tmp_path: Path) -> None:

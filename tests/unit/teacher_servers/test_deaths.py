@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_oprd.rollout.vllm.sampling import Sampling
 from nemo_oprd.rollout.vllm.server import Server, ServerDied
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, Ask
-from nemo_oprd.teacher_servers.servers import _Queue
-from nemo_oprd.teacher_servers.wanted import Request
+from nemo_oprd.rollout.vllm.weight_push import Failures
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
+from nemo_oprd.teacher_servers.round import RequestQueue, Round
+from nemo_oprd.teacher_servers.wanted import Answer, Request
 
 COUNT = 6
+WIDTH = 2
 
 
 class Servers:
@@ -36,15 +42,65 @@ class Servers:
         return b""
 
 
+class Computing(Servers):
+    """Servers that write answers: of each row, its position times the layer. The first `dies` requests end one."""
+
+    def __init__(self, folder: AnswerFolder, dies: int) -> None:
+        super().__init__([])
+        self.folder, self.dies, self.loop = folder, dies, asyncio.new_event_loop()
+        self.answered = 0
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def start(self, work: Any) -> Any:
+        """As `Client`."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def post(self, server: Server, _: str, body: dict[str, Any], **__: Any) -> bytes:
+        ids, text = body["token_ids"], body["sampling_params"]["extra_args"][ASK]
+        ask = Ask.parse(text, len(ids), 9, 9)
+        await asyncio.sleep(0)
+        if server.number == 0 and len(self.names) < self.dies:
+            self.names.append(ask.name)
+            raise ServerDied("killed")
+        self.names.append(ask.name)
+        states = [float(layer * row) for layer in ask.layers for row in ask.rows for _ in range(WIDTH)]
+        final = [float(row) for row in ask.final_rows for _ in range(WIDTH)]
+        self.answered += 1
+        self.folder.write(ask.name, ask.header(ids, WIDTH, "float32", 1), array("f", states + final).tobytes())
+        return b""
+
+
+@pytest.mark.parametrize("dies", [0, 3])
+@pytest.mark.parametrize("room", [40, 100, 10_000])
+def test_a_round_joins_the_pieces_of_answers(tmp_path: Path, room: int, dies: int) -> None:
+    """The same answers in whatever room; the pieces of a server that dies come from the other one."""
+    tmp_path.chmod(0o700)
+    folder = AnswerFolder(str(tmp_path))
+    client: Any = Computing(folder, dies)
+    servers = [Server(number, 2) for number in range(2)]
+    asks = [Ask(f"{i:032x}", [1, 3], [*range(i + 1)], [*range(i)]) for i in range(COUNT)]
+    requests, found, failures = [Request([5] * 9, ask) for ask in asks], dict[int, Answer](), Failures()
+    generations = {server.name: 1 for server in servers}
+    asked = Round(client, folder, generations, WIDTH, "float32", room, slots=2, limit_s=10.0)
+    asked.ask(requests, [0, 2, 3, 5], found.__setitem__, failures, servers)
+    client.loop.call_soon_threadsafe(client.loop.stop)
+    assert sorted(found) == [0, 2, 3, 5] and not failures.refused and len(failures.died) == (dies > 0)
+    for i, answer in found.items():
+        rows = torch.arange(i + 1.0)[None, :, None].expand(2, -1, WIDTH) * torch.tensor([1.0, 3.0])[:, None, None]
+        assert torch.equal(answer.states, rows)
+        assert torch.equal(answer.final, torch.arange(float(i))[:, None].expand(-1, WIDTH))
+    assert client.answered == {40: 11, 100: 5, 10_000: 4}[room] and not [*tmp_path.iterdir()]
+
+
 class Reader:
     def read(self, index: int, *_: Any) -> int:
         return index
 
 
-def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], Sampling, _Queue]:
+def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], Sampling, RequestQueue]:
     """(The requests in the order of their answers, the round, what it leaves) of `COUNT` answers of 100 bytes."""
     requests = [(i, Request([1, 2, 3], Ask(f"{i:032x}", [1], [0], []))) for i in range(COUNT)]
-    waiting, got = _Queue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
+    waiting, got = RequestQueue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
 
     def deliver(index: int, *_: Any) -> None:
         waiting.taken(index)

@@ -59,6 +59,7 @@ def test_a_server_for_shorter_sequences_is_refused(tmp_path: Path) -> None:
         "num_hidden_layers": spec.num_layers, "hidden_size": spec.hidden_size, "vocab_size": spec.vocab_size,
         "dtype": DTYPES[run.precision], "eager": True, "runner_v1": True, "prefix_caching": False, "tensor": 4,
         "pipeline": 1, "lora": False, "speculative": False, "weights": "w", "longest": 99,
+        "quantization": None, "kv_cache_dtype": "auto", "load_format": "auto", "float32_matmul": "highest",
     }  # fmt: skip
     check_description(found, "it", run, spec, "w", tensor=None, longest=99)
     with pytest.raises(ValueError, match=r"it computes sequences of at most 99 tokens; expected 100, the longest"):

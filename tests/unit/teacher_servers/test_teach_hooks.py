@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_oprd.bridge.covariance import LayerPair
+from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import BridgeFile
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER
+from nemo_oprd.teacher_servers.bridge import ServedBridge
 
 WORKER = Path(__file__).parents[3] / "nemo_oprd" / "rollout" / "vllm" / "worker"
 WIDTH, IDS, VOCABULARY = 8, [3, 1, 4, 1], 6
+RANK = 3
 STATES = Ask("0" * 32, [1, 2, 3], [0, 3], [])
 LOGITS = Ask("1" * 32, [], [], [0, 1, 2], [1, 2, 3], vocabulary=VOCABULARY, chunk=1)
 
@@ -47,6 +54,7 @@ class Model(torch.nn.Module):
         self.model = Inner()
         self.spoil: list[int] = []
         self.calls = 0
+        self.input: torch.Tensor | None = None  # of the next pass; None: random
         self.logits: Callable[[torch.Tensor], torch.Tensor] = lambda states: states[:, :VOCABULARY]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +78,8 @@ class Runner:
 
     @torch.no_grad()
     def execute_model(self, scheduled: Any) -> None:
-        self.model(torch.randn(sum(scheduled.num_scheduled_tokens.values()), WIDTH))
+        given = self.model.input
+        self.model(torch.randn(sum(scheduled.num_scheduled_tokens.values()), WIDTH) if given is None else given)
 
 
 class Server:
@@ -82,7 +91,8 @@ class Server:
         sizes = {"get_hidden_size": lambda: WIDTH, "get_vocab_size": lambda: VOCABULARY, "dtype": torch.float32}
         model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=2), **sizes)
         config = SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=tensor))
-        self.capture = capture(SimpleNamespace(vllm_config=config, model_runner=self.runner, rank=0))
+        self.worker = SimpleNamespace(vllm_config=config, model_runner=self.runner, rank=0, device=torch.device("cpu"))
+        self.capture = self.worker._nemo_oprd_capture = capture(self.worker)
 
     def step(self, *parts: tuple[str, int, int]) -> None:
         """A forward pass of (request, tokens that are done, tokens of this pass)."""
@@ -111,8 +121,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Serv
     monkeypatch.setenv(GENERATION, "1")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="none"))
     monkeypatch.syspath_prepend(str(WORKER))
-    for name in ("nemo_oprd_teach", "nemo_oprd_asks", "nemo_oprd_files"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("teach", "asks", "files", "bridge", "projection"):
+        monkeypatch.delitem(sys.modules, f"nemo_oprd_{name}", raising=False)
     capture = importlib.import_module("nemo_oprd_teach")._Capture
 
     def started(*, tensor: int = 1, probe: bool = True) -> Server:
@@ -122,6 +132,41 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Serv
         return server
 
     return started
+
+
+@pytest.fixture
+def load(start: Callable[..., Server]) -> Callable[..., dict[str, Any]]:
+    """What a server says when it is to load a bridge."""
+    extension = importlib.import_module("nemo_oprd_teach").TeacherExtension
+
+    def loaded(server: Server, file: BridgeFile, **changes: Any) -> dict[str, Any]:
+        return extension.nemo_oprd_load_bridge(server.worker, asdict(replace(file, **changes)))
+
+    return loaded
+
+
+@pytest.fixture
+def bridge(tmp_path: Path) -> ServedBridge:
+    """Two maps of layer 2, which is the last one, and one of the state after the final norm."""
+    draw = torch.Generator().manual_seed(0)
+    maps = {
+        LayerPair(student, 2): LayerBridge(*(torch.randn(size, generator=draw) for size in ((WIDTH,), (RANK, WIDTH))))
+        for student in (1, 2, 4)
+    }
+    models = (ModelIdentity("student", 4, WIDTH), ModelIdentity("teacher", 2, WIDTH))
+    return ServedBridge(Bridge(RANK, maps, *models), (1, 2, 4), [2, 2, 3])
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Callable[[Ask], tuple[Any, list[float]]]:
+    """(The header, the float32 numbers) of an answer."""
+
+    def taken(ask: Ask) -> tuple[Any, list[float]]:
+        found = AnswerFolder(str(tmp_path)).take(ask.name)
+        assert found is not None
+        return found[0], torch.frombuffer(found[1], dtype=torch.float32).tolist()
+
+    return taken
 
 
 @pytest.fixture
@@ -215,3 +260,92 @@ def test_an_ask_that_is_none_disturbs_no_other(start: Start, answer: Answered) -
     huge = json.dumps({**json.loads(LOGITS.text()), "vocabulary": 10**30, "tokens": [10**29] * 3})
     server.ask(huge, "[" * 100_000, STATES.text())
     assert answer(STATES) == header(STATES) and answer(LOGITS) is None
+
+
+def test_states_are_projected_before_they_leave(
+    start: Start, load: Callable[..., Any], bridge: ServedBridge, values: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As float64 projects the states that leave without a bridge; in two chunks the same bits as in one."""
+    server, found = start(), list[list[float]]()
+    assert load(server, bridge.write(tmp_path)) == {"digest": bridge.digest}
+    plain = Ask("2" * 32, [2, 3], [0, 1, 3], [])
+    projected = Ask("3" * 32, bridge.layers, [0, 1, 3], [], bridge=bridge.digest, rank=RANK)
+    for chunks in ([(0, 4)], [(0, 1), (1, 3)]):
+        server.runner.requests.clear()
+        keys = [server.request(ask.text()) for ask in (plain, projected)]
+        for part in chunks:
+            torch.manual_seed(0)
+            server.model.input = torch.randn(4, WIDTH)[slice(part[0], sum(part))].repeat(2, 1)
+            server.step(*((key, *part) for key in keys))
+        (_, states), (said, rows) = values(plain), values(projected)
+        assert said == {**header(projected), "bridge": bridge.digest} and said["filled"] == 9
+        full = torch.tensor(states).double().view(2, 3, WIDTH)
+        maps = [bridge.bridge.for_layer(layer) for layer in bridge.students]
+        expected = [
+            (full[at] - each.teacher_mean) @ each.teacher_basis.double().T  # type: ignore[union-attr, operator]
+            for at, each in zip((0, 0, 1), maps, strict=True)
+        ]
+        assert torch.allclose(torch.tensor(rows).double().view(3, 3, RANK), torch.stack(expected), atol=1e-5, rtol=0)
+        bridge.check_projection(torch.tensor(rows).view(3, 3, RANK), [full[at] for at in (0, 0, 1)], "server")
+        found.append(rows)
+    assert found[0] == found[1]
+
+
+def test_a_bridge_that_is_not_here_is_the_answer(
+    start: Start, load: Callable[..., Any], bridge: ServedBridge, answer: Answered, tmp_path: Path
+) -> None:
+    server = start()
+    asked = Ask("4" * 32, bridge.layers, [0], [], bridge=bridge.digest, rank=RANK)
+    server.ask(asked.text(), STATES.text())
+    assert f"bridge {bridge.digest} for layers [2, 2, 3]: expected one that was loaded: none" in answer(asked)["error"]
+    assert answer(STATES) == header(STATES)
+    load(server, bridge.write(tmp_path))
+    for change in ({"rank": RANK + 1}, {"layers": [2, 3]}):
+        server.ask(Ask(**{**asked.__dict__, **change}).text())
+        assert "expected one that was loaded" in answer(asked)["error"]
+    server.ask(asked.text())
+    assert answer(asked)["bridge"] == bridge.digest
+
+
+def test_files_of_another_bridge_or_from_elsewhere_are_not_loaded(
+    start: Start,
+    load: Callable[..., Any],
+    bridge: ServedBridge,
+    answer: Answered,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `..`, absolute, symlinked, of another user, with other bytes: it is told, and the server goes on."""
+    server, file = start(), bridge.write(tmp_path)
+    outside = tmp_path.parent / "outside"
+    outside.write_bytes(Path(file.path).read_bytes())
+    (tmp_path / "link").symlink_to(outside)
+    elsewhere = (str(outside), f"{tmp_path}/../outside", f"{tmp_path}/link", f"{tmp_path}/absent", "bridge")
+    for path in elsewhere:
+        assert "ValueError: " in load(server, file, path=path)["error"], path
+    for change in ({"digest": "0" * 32}, {"layers": [2, 2, 2]}, {"rank": 10**9}, {"width": 4, "rank": 7}):
+        assert "ValueError: " in load(server, file, **change)["error"], change
+    assert server.capture.bridges == {} and "TypeError" in load(server, file, layers=None)["error"]
+    with Path(file.path).open("r+b") as stream:
+        stream.write(b"1234")
+    assert f"expected {bridge.digest}" in load(server, file)["error"]
+    with monkeypatch.context() as as_another_user:
+        as_another_user.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        assert "others can enter" in load(server, file)["error"]
+    os.chmod(tmp_path, 0o755)
+    assert "others can enter" in load(server, file)["error"]
+    server.ask(STATES.text())
+    assert answer(STATES) == header(STATES), "it goes on"
+
+
+def test_what_workers_say_of_a_bridge_is_compared(bridge: ServedBridge) -> None:
+    bridge.check_loaded([{"digest": bridge.digest}] * 2, "server")
+    for said in ({"error": "OSError: gone"}, {"digest": "0" * 32}):
+        with pytest.raises(ValueError, match=f"server could not load the bridge: .*expected bridge {bridge.digest}"):
+            bridge.check_loaded([{"digest": bridge.digest}, said], "server")
+    rows = [torch.randn(5, WIDTH) for _ in bridge.layers]
+    right = torch.stack([bridge.bridge.project_teacher(*pair) for pair in zip(bridge.students, rows, strict=True)])
+    bridge.check_projection(right, rows, "server")
+    right[2, 4] *= 1 + 1e-4
+    with pytest.raises(ValueError, match=r"projects states for student layer 4 by something else than the bridge"):
+        bridge.check_projection(right, rows, "server")

@@ -54,6 +54,9 @@ class Ask:
         vocabulary, temperature: of that distribution: over the ids below `vocabulary`, of the logits divided by
             `temperature`.
         chunk: rows whose logits are in memory at a time.
+        bridge: digest of the maps that project the states (`nemo_oprd_bridge.py`), empty without a projection. Then
+            `layers` are those of the maps, one by one, in their order.
+        rank: numbers per row that the maps leave, 0 without a projection.
     """
 
     name: str
@@ -64,6 +67,8 @@ class Ask:
     vocabulary: int = 0
     temperature: float = 1.0
     chunk: int = 1
+    bridge: str = ""
+    rank: int = 0
 
     def text(self) -> str:
         """The inverse of `parse`."""
@@ -82,8 +87,18 @@ class Ask:
         ask = Ask(**given)
         if not isinstance(ask.name, str) or not NAME.fullmatch(ask.name):
             raise ValueError(f"name={ask.name!r:.60}; expected 32 hexadecimal digits")
+        if (
+            not isinstance(ask.bridge, str)
+            or type(ask.rank) is not int
+            or ask.rank < 0
+            or bool(ask.bridge) != bool(ask.rank)
+        ):
+            raise ValueError(f"bridge={ask.bridge!r:.60}, rank={ask.rank!r:.60}; expected a digest and a size, or none")
+        layers = ask.layers
+        if ask.bridge and _are_integers(layers):
+            layers = sorted({*layers})  # several layers of the student may be compared with one of the teacher
         for what, values, low, high in (
-            ("layers", ask.layers, 1, depth + 1),
+            ("layers", layers, 1, depth + 1),
             ("rows", ask.rows, 0, length - 1),
             ("final_rows", ask.final_rows, 0, length - 1),
         ):
@@ -102,13 +117,17 @@ class Ask:
         return ask
 
     def header(self, ids: Sequence[int], width: int, dtype: str, generation: int) -> dict[str, Any]:
-        """The header of the whole answer for a sequence of `ids`, of a model of `width` that computes in `dtype`."""
+        """The header of the whole answer for a sequence of `ids`, of a model of `width` that computes in `dtype`.
+
+        Projected states are float32, whatever `dtype` is.
+        """
         asked = hashlib.blake2b(self.text().encode(), digest_size=16)
         asked.update(array("q", ids).tobytes())
         return {
             "asked": asked.hexdigest(),
             "dtype": dtype,
-            "states": [len(self.layers), len(self.rows), width],
+            "bridge": self.bridge,
+            "states": [len(self.layers), len(self.rows), self.rank or width],
             "final": [len(self.final_rows), width if self.tokens is None else LOGPROB_COLUMNS],
             "filled": len(self.layers) * len(self.rows) + len(self.final_rows),
             "generation": generation,
@@ -118,7 +137,8 @@ class Ask:
         """Bytes of the states, and of the final rows, which follow them."""
         item = ITEM_BYTES[dtype]
         final = width * item if self.tokens is None else LOGPROB_COLUMNS * ITEM_BYTES["float32"]
-        return len(self.layers) * len(self.rows) * width * item, len(self.final_rows) * final
+        row = self.rank * ITEM_BYTES["float32"] if self.bridge else width * item
+        return len(self.layers) * len(self.rows) * row, len(self.final_rows) * final
 
 
 def _are_integers(values: Any) -> bool:

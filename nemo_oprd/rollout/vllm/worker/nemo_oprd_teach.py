@@ -29,7 +29,9 @@ from typing import Any
 import torch
 import vllm
 from nemo_oprd_asks import ASK, GENERATION, LOGPROB_COLUMNS, AnswerFolder, Ask, weights_digest
+from nemo_oprd_bridge import BridgeFile
 from nemo_oprd_files import FOLDER
+from nemo_oprd_projection import Projection
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class _Job:
 
     Attributes:
         ids: the whole prompt.
+        bridge: projects the states before they leave.
+        layers: the different ones of the ask, ascending.
         states: [layers, rows, D] in the model's dtype; `filled` [layers, rows] says which of them are there.
         final: the final rows [n, D], or for tokens float32 [n, 2]; `final_filled` [n].
         error: what went wrong; then that is the answer.
@@ -54,8 +58,10 @@ class _Job:
     ids: list[int]
     width: int
     dtype: torch.dtype
+    bridge: Projection | None = None
     error: str | None = None
     last: int = field(init=False)
+    layers: list[int] = field(init=False)
     rows: torch.Tensor = field(init=False)
     final_rows: torch.Tensor = field(init=False)
     states: torch.Tensor = field(init=False)
@@ -68,11 +74,22 @@ class _Job:
         self.last = max([*ask.rows[-1:], *ask.final_rows[-1:]], default=-1)
         self.rows = torch.tensor(ask.rows, dtype=torch.int64)
         self.final_rows = torch.tensor(ask.final_rows, dtype=torch.int64)
-        self.states = torch.empty(len(ask.layers), len(ask.rows), self.width, dtype=self.dtype)
-        self.filled = torch.zeros(len(ask.layers), len(ask.rows), dtype=torch.bool)
+        self.layers = sorted({*ask.layers})
+        self.states = torch.empty(len(self.layers), len(ask.rows), self.width, dtype=self.dtype)
+        self.filled = torch.zeros(len(self.layers), len(ask.rows), dtype=torch.bool)
         columns, dtype = (self.width, self.dtype) if ask.tokens is None else (LOGPROB_COLUMNS, torch.float32)
         self.final = torch.empty(len(ask.final_rows), columns, dtype=dtype)
         self.final_filled = torch.zeros(len(ask.final_rows), dtype=torch.bool)
+
+    def answer(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """What the header says of what was computed, and the values."""
+        places = [self.layers.index(layer) for layer in self.ask.layers]
+        said: dict[str, Any] = {"filled": int(self.filled[places].sum() + self.final_filled.sum())}
+        states = self.states
+        if self.bridge is not None:
+            said["bridge"] = self.bridge.digest
+            states = self.bridge.project([self.states[at] for at in places])
+        return said, [states, self.final]
 
     @contextmanager
     def answers_errors(self) -> Iterator[None]:
@@ -224,6 +241,7 @@ class _Capture:
         self.is_alone = worker.vllm_config.parallel_config.tensor_parallel_size == 1
         self.generation = int(os.environ[GENERATION])
         self.jobs: dict[str, _Job] = {}
+        self.bridges: dict[str, Projection] = {}  # by digest
         self.over: set[str] = set()  # requests that have their answer, or whose ask is none
         self.scheduled: Any = None  # of the forward pass under way
         self.spans: list[_Span] | None = None
@@ -291,7 +309,7 @@ class _Capture:
             ids, ask = list(request.prompt_token_ids or []), None
             try:
                 ask = Ask.parse(text, len(ids), self.depth, self.vocabulary)
-                self.jobs[key] = _Job(ask, ids, self.width, self.dtype)
+                self.jobs[key] = _Job(ask, ids, self.width, self.dtype, self._bridge(ask))
             except Exception as error:
                 logger.warning(f"a request asks for what it can't have: {error}")
                 self.over.add(key)
@@ -299,6 +317,16 @@ class _Capture:
                     self._write(ask.name, {"error": f"{type(error).__name__}: {error}"})
                 return None
         return self.jobs[key]
+
+    def _bridge(self, ask: Ask) -> Projection | None:
+        """What projects the states of an ask; ValueError if it is not here, or has other maps."""
+        if not ask.bridge:
+            return None
+        found = self.bridges.get(ask.bridge)
+        if found is None or (found.layers, found.rank) != (ask.layers, ask.rank):
+            have = ", ".join(self.bridges) or "none"
+            raise ValueError(f"bridge {ask.bridge:.60} for layers {ask.layers}: expected one that was loaded: {have}")
+        return found
 
     def _keep(self, layer: int, output: Any) -> None:
         """Copies what is asked of a layer."""
@@ -311,11 +339,11 @@ class _Capture:
 
     def _put(self, span: _Span, layer: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         job = span.job
-        if layer in job.ask.layers and job.error is None:
+        if layer in job.layers and job.error is None:
             if self.reading.norm is None:
                 raise ValueError(self.reading.unreadable)
             inside, tokens = span.inside(job.rows)
-            at = job.ask.layers.index(layer)
+            at = job.layers.index(layer)
             job.states[at].index_copy_(0, inside, pick(tokens).cpu())
             job.filled[at, inside] = True
 
@@ -382,13 +410,20 @@ class _Capture:
 
     def _hand_over(self, job: _Job) -> None:
         """Writes the answer."""
-        if job.error is not None:
-            self._write(job.ask.name, {"error": job.error})
+        if not self.writes:
             return
-        header = job.ask.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation)
-        header["filled"] = int(job.filled.sum() + job.final_filled.sum())
-        values = [part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in (job.states, job.final)]
-        self._write(job.ask.name, header, *values)
+        header, values = (
+            job.ask.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation),
+            list[torch.Tensor](),
+        )
+        with job.answers_errors():
+            said, values = job.answer()
+            header |= said
+        if job.error is not None:
+            header, values = {"error": job.error}, []
+        self._write(
+            job.ask.name, header, *(part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in values)
+        )
 
     def _write(self, name: str, header: dict[str, Any], *values: Any) -> None:
         """Writes an answer, on the first tensor rank: the others have the same rows."""
@@ -419,6 +454,19 @@ class TeacherExtension:
         if getattr(worker, "_nemo_oprd_capture", None) is None:
             worker._nemo_oprd_capture = _Capture(worker)
 
+    def nemo_oprd_load_bridge(self, file: dict[str, Any]) -> dict[str, Any]:
+        """Reads the maps of a bridge, a `BridgeFile`; says which one is here, or why it is not.
+
+        An error would be read as the answer to a later call, if only one of several workers had it.
+        """
+        worker: Any = self
+        try:
+            bridge = Projection(BridgeFile(**file), worker.device)
+        except (OSError, ValueError, TypeError, RuntimeError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        worker._nemo_oprd_capture.bridges[bridge.digest] = bridge
+        return {"digest": bridge.digest}
+
     def nemo_oprd_describe(self) -> dict[str, Any]:
         """What computes the states, and how, as far as the trainer relies on it."""
         worker: Any = self
@@ -437,6 +485,10 @@ class TeacherExtension:
             "pipeline": config.parallel_config.pipeline_parallel_size,
             "lora": config.lora_config is not None,
             "speculative": config.speculative_config is not None,
+            "quantization": model.quantization,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "load_format": str(config.load_config.load_format),
+            "float32_matmul": torch.get_float32_matmul_precision(),
             "weights": weights_digest(model.model),
             "chunk": config.scheduler_config.max_num_batched_tokens,
             "longest": model.max_model_len - 1,  # one more is sampled

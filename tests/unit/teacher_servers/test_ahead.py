@@ -1,0 +1,140 @@
+"""What a rank asks for before a batch is complete: names, the budget, and answers that are not used."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_oprd.config.server_schema import TeacherServerConfig
+from nemo_oprd.rollout.vllm.client import Client
+from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
+from nemo_oprd.teacher_servers.ahead import Ahead, named
+from nemo_oprd.teacher_servers.wanted import Answer, Request
+
+WIDTH, IDS = 2, [5, 6, 7]
+REQUESTS = [Request([*IDS, i], Ask(f"{i:032x}", [1], [0, 2], [])) for i in range(4)]
+BYTES = 2 * WIDTH * 4  # of an answer
+
+
+class Posting(Client):
+    """Counts posts, and fails as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: list[tuple[int, dict[str, Any]]] = []
+        self.fails: Exception | None = None
+
+    async def post(self, server: Server, path: str, body: Any = None, **_: Any) -> Any:
+        """See `Client`."""
+        self.posted.append((server.number, body))
+        if self.fails is not None:
+            raise self.fails
+
+
+@pytest.fixture
+def client() -> Iterator[Posting]:
+    made = Posting()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> AnswerFolder:
+    tmp_path.chmod(0o700)
+    return AnswerFolder(str(tmp_path))
+
+
+SERVERS = [Server(0, 1), Server(1, 1)]
+
+
+def made(client: Client, answers: float, readers: int = 1) -> Ahead:
+    """With room for so many answers of each reader."""
+    settings = TeacherServerConfig(ahead_gib=answers * readers * BYTES / (1 << 30))
+    return Ahead(client, settings, WIDTH, "float32", readers, slots=2)
+
+
+def taken(ahead: Ahead, folder: AnswerFolder) -> dict[int, Answer]:
+    """What is there of all requests."""
+    found: dict[int, Answer] = {}
+    ahead.take_all(REQUESTS, folder, {3}, found.__setitem__)
+    return found
+
+
+def answer(folder: AnswerFolder, request: Request, generation: int = 3, **changes: Any) -> None:
+    """What a server writes."""
+    ask = named(request).ask
+    header = ask.header(request.ids, WIDTH, "float32", generation) | changes
+    folder.write(ask.name, header, array("f", range(2 * WIDTH)).tobytes())
+
+
+def test_names_tell_what_an_answer_depends_on() -> None:
+    request = REQUESTS[0]
+    assert named(request) == named(request.renamed()) and named(request) == named(named(request))
+    others = [Request([*IDS, 9], request.ask)] + [
+        Request(request.ids, replace(request.ask, **change))
+        for change in ({"rows": [0]}, {"layers": [2]}, {"bridge": "0" * 32, "rank": 1}, {"temperature": 0.5})
+    ]
+    assert len({named(each).ask.name for each in [request, *others]}) == 6
+    assert Ask.parse(named(request).ask.text(), 4, 2, 9) == named(request).ask
+
+
+@pytest.mark.parametrize("readers", [1, 4])
+def test_answers_fit_the_budget(client: Posting, folder: AnswerFolder, readers: int) -> None:
+    ahead = made(client, 2.5, readers)
+    ahead.offer(1, [REQUESTS[0], REQUESTS[0].renamed()], SERVERS)
+    ahead.offer(2, REQUESTS, SERVERS)
+    ahead.settle()
+    asked = [json.loads(body["sampling_params"]["extra_args"][ASK])["name"] for _, body in client.posted]
+    assert sorted(asked) == sorted(named(each).ask.name for each in REQUESTS[:2])
+    assert {number for number, _ in client.posted} == {0, 1}
+    began, ended = ahead.span(1) or (0.0, 0.0)
+    assert 0 < began <= ended and ahead.span(3) is None
+    ahead.forget(2, folder)
+    ahead.offer(2, REQUESTS, SERVERS)
+    ahead.settle()
+    assert len(client.posted) == 3 and ahead.span(1) is None, "the room of a step that is over"
+
+
+def test_only_answers_of_servers_as_they_run_are_used(client: Posting, folder: AnswerFolder) -> None:
+    ahead = made(client, 9)
+    answer(folder, REQUESTS[0])
+    answer(folder, REQUESTS[1], generation=2)
+    answer(folder, REQUESTS[2], error="off")
+    found = taken(ahead, folder)
+    assert [*found] == [0] and ahead.used == 1
+    assert found[0].states.tolist() == [[[0, 1], [2, 3]]]
+    assert taken(ahead, folder) == {}, "once"
+    answer(folder, REQUESTS[3], asked="another one")
+    with pytest.raises(ServerRefused, match="asked=another one instead of"):
+        taken(ahead, folder)
+
+
+@pytest.mark.parametrize("fails", [ServerDied("killed"), ServerRefused("no")])
+def test_a_server_that_fails_is_the_business_of_the_round(
+    client: Posting, folder: AnswerFolder, fails: Exception
+) -> None:
+    ahead, client.fails = made(client, 9), fails
+    ahead.offer(0, REQUESTS, SERVERS)
+    ahead.settle()
+    assert len(client.posted) == 4 and ahead.span(0) is None and taken(ahead, folder) == {}
+    ahead.forget(1, folder)
+    ahead.close()
+
+
+def test_what_nobody_took_is_removed(client: Posting, folder: AnswerFolder, tmp_path: Path) -> None:
+    ahead = made(client, 9)
+    for step in (0, 1):
+        ahead.offer(step, [REQUESTS[step]], SERVERS)
+    ahead.settle()
+    for request in REQUESTS[:3]:
+        answer(folder, request)
+    ahead.forget(1, folder)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {named(each).ask.name for each in REQUESTS[1:3]}
