@@ -136,11 +136,8 @@ class Bench:
         return output
 
 
-def lengths_of(run: Path, steps: int, *, learns: bool = True) -> list[list[int]]:
-    """The tokens of the responses of each step, in the order in which the engine asks for them.
-
-    `learns`: it puts those first that were long before; parts of responses teach it nothing.
-    """
+def lengths_of(run: Path, steps: int) -> list[list[int]]:
+    """The tokens of the responses of each step, in the order in which the engine asks for them."""
     estimate, found = LengthEstimate(), []
     for step in range(1, steps + 1):
         lines = (run / "rollouts" / f"step_{step:07d}.jsonl").read_text().splitlines()
@@ -148,8 +145,7 @@ def lengths_of(run: Path, steps: int, *, learns: bool = True) -> list[list[int]]
         requests = [Request(rollout["prompt_ids"]) for rollout in rollouts]
         tokens = {i: len(rollout["response_ids"]) for i, rollout in enumerate(rollouts)}
         found.append([tokens[i] for i in estimate.longest_first(requests, range(len(requests)))])
-        if learns:
-            estimate.learn(requests, tokens)
+        estimate.learn(requests, tokens)
     return found
 
 
@@ -229,7 +225,7 @@ def line(row: dict[str, Any]) -> str:
 def measure(bench: Bench, shares: Sequence[int], kinds: Sequence[Kind]) -> list[dict[str, Any]]:
     """The rows of all runs; prints each."""
     pilot = bench.run("pilot", SYNCHRONOUS, 0.0, 0.0)
-    lengths, unordered = lengths_of(pilot, bench.steps), lengths_of(pilot, bench.steps, learns=False)
+    lengths = lengths_of(pilot, bench.steps)
     counting = Servers(SERVERS, SLOTS, 1.0)
     span = statistics.fmean(max(finish_times([(tokens, 0) for tokens in batch], counting)) for batch in lengths)
     overhead = statistics.median(seconds_per_step(read_timeline(pilot))[1:])
@@ -241,18 +237,13 @@ def measure(bench: Bench, shares: Sequence[int], kinds: Sequence[Kind]) -> list[
             kind: bench.run(f"share_{share}_{kind.mode}_{kind.lag}", kind, token_s, teacher_s)
             for kind in (SYNCHRONOUS, *kinds)
         }
-        rows += rows_of(runs, share, lengths, unordered, token_s)
+        rows += rows_of(runs, share, lengths, token_s)
         print(*map(line, rows[-len(runs) :]), sep="\n", flush=True)
     return rows
 
 
-def rows_of(
-    runs: dict[Kind, Path], share: int, lengths: list[list[int]], unordered: list[list[int]], token_s: float
-) -> list[dict[str, Any]]:
-    """The rows of the runs with one share of sampling, by their kind; the first one is synchronous.
-
-    `lengths`, `unordered`: what `lengths_of` returns for an engine that learns and for one that does not.
-    """
+def rows_of(runs: dict[Kind, Path], share: int, lengths: list[list[int]], token_s: float) -> list[dict[str, Any]]:
+    """The rows of the runs with one share of sampling, by their kind; the first one is synchronous."""
     servers, rows = Servers(SERVERS, SLOTS, token_s), list[dict[str, Any]]()
     work = work_of(read_timeline(runs[SYNCHRONOUS]))
     for kind, run in runs.items():
@@ -261,8 +252,7 @@ def rows_of(
             assert sorted(chain(*found)) == sorted(chain(*lengths))
         else:
             assert found == lengths, "the lengths do not depend on the weights"
-        asked = lengths if kind.mode == "exact" else unordered
-        predicted = predict(asked, work, servers, kind.schedule(len(lengths)))
+        predicted = predict(lengths, work, servers, kind.schedule(len(lengths)))
         row = row_of(run, share, kind, predicted, rows[0] if rows else None)
         rows.append(row | {"token_s": token_s, "work": vars(work)})
     return rows

@@ -69,9 +69,9 @@ class Request:
     `messages` is the conversation that the prompt was made from, `teacher_messages` the one that the teacher reads: the
     same one, unless `teacher.prompt` is set.
 
-    A request that continues a response has the tokens so far in `prompt_ids`. `key` seeds its randomness in place of
-    the call's, and `most` limits its tokens further. `sampled` is how the response is sampled, and its number there, if
-    it is not one of its call's: servers know that, and the in-process engine does not.
+    A request that continues a response has its `begun` tokens at the end of `prompt_ids`. `key` seeds its randomness in
+    place of the call's, and `most` limits its tokens further. `sampled` is how the response is sampled, and its number
+    there, if it is not one of its call's: servers know that, and the in-process engine does not.
     """
 
     prompt_ids: list[int]
@@ -82,6 +82,7 @@ class Request:
     teacher_messages: tuple[dict[str, str], ...] = ()
     key: tuple[int, ...] | None = None
     most: int | None = None
+    begun: int = 0
     sampled: tuple[SamplingParams, int] | None = None
 
     def answered(

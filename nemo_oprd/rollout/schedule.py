@@ -145,7 +145,7 @@ class Schedule:
         key = (*training_sampling(self.config, step).key, index)
         if begun is None:
             return replace(request, key=key, most=most)
-        return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have // tokens), most=most)
+        return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have // tokens), most=most, begun=have)
 
     def continued(self, request: Request, begun: Rollout | None, step: int, index: int) -> Request:
         """Asks for all that response `index` to `request` of a step lacks; its randomness is of its next token on."""
@@ -154,7 +154,7 @@ class Schedule:
             return replace(request, key=key)
         have = len(begun.response_ids)
         most = self.config.response_limit[1] - have
-        return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have), most=most)
+        return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have), most=most, begun=have)
 
     def grown(self, begun: Rollout | None, part: Rollout) -> Rollout:
         """A response with what was sampled for its portion; `finish_reason` is None if it goes on."""

@@ -181,7 +181,7 @@ class VllmEngine(Generates):
                 self._rounds.begin(ticket, self._version, self.weights)
             self._complete_round(ticket, should_cancel)
         sampled = self._rounds.shared(ticket, ticket.own)
-        self._finish(ticket, sampled, last)
+        self._finish(ticket, last=last)
         rollouts = {**ticket.done, **sampled}
         return [rollouts[i] for i in range(len(ticket.requests))]
 
@@ -217,7 +217,7 @@ class VllmEngine(Generates):
             if found.died:
                 self._push.revive(found.died)
         given = self._rounds.given(ticket, first_tokens)
-        self._finish(ticket, {i: one for i, one in given.items() if one.finish_reason is not None}, last=False)
+        self._finish(ticket, last=False)
         return given
 
     def _complete_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> None:
@@ -232,7 +232,7 @@ class VllmEngine(Generates):
             (cancelled,) = agree(device(), should_cancel())
         if cancelled:
             sampled = self._rounds.shared(ticket, ticket.own)
-            self._finish(ticket, sampled, True)
+            self._finish(ticket, last=True)
             raise GenerationCancelled({**ticket.done, **sampled})
         assert failed or found.sampled, "no server had the weights"
         if failed and self._settings.repeat == "step":
@@ -241,9 +241,8 @@ class VllmEngine(Generates):
             self._push.revive(found.died)
             self._push_again()
 
-    def _finish(self, ticket: VllmTicket, sampled: dict[int, Rollout], last: bool) -> None:
-        """Learns from the lengths, notes the metrics of the call, and lets servers give their GPU memory back."""
-        self._rounds.lengths.learn(ticket.requests, {i: len(rollout.response_ids) for i, rollout in sampled.items()})
+    def _finish(self, ticket: VllmTicket, *, last: bool) -> None:
+        """Notes the metrics of the call, and lets servers give their GPU memory back."""
         busy = ticket.busy_s
         self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
         if len(busy) > 1:

@@ -83,22 +83,29 @@ class LengthEstimate:
         self._tokens, self._responses = 0, 0
 
     def learn(self, requests: Sequence[Request], lengths: dict[int, int]) -> None:
-        """Takes up the lengths of responses, by the index of their request."""
-        for index, length in lengths.items():
-            if requests[index].most is not None:  # a part of a response says nothing of its length
-                continue
-            key = hash(tuple(requests[index].prompt_ids))
+        """Takes up by how many tokens whole responses were completed, by the index of their request."""
+        for index, tokens_now in lengths.items():
+            key, length = _prompt(requests[index]), requests[index].begun + tokens_now
             tokens, responses = self._of_prompt.get(key, (0, 0))
             self._of_prompt[key] = (tokens + length, responses + 1)
             self._tokens, self._responses = self._tokens + length, self._responses + 1
 
     def longest_first(self, requests: Sequence[Request], indices: Sequence[int]) -> list[int]:
-        """The indices by falling expected length of prompt and response, so that no long one comes last."""
+        """The indices by falling expected length of prompt and response, so that no long one comes last.
+
+        Of a response that has begun without earlier ones to its prompt, nothing is known but that it is not among the
+        short ones: it is expected to go on for as long as a whole response is on average.
+        """
         mean = self._tokens / self._responses if self._responses else 0.0
 
         def expected(index: int) -> float:
-            prompt = requests[index].prompt_ids
-            tokens, responses = self._of_prompt.get(hash(tuple(prompt)), (0, 0))
-            return len(prompt) + (tokens / responses if responses else mean)
+            request = requests[index]
+            tokens, responses = self._of_prompt.get(_prompt(request), (0, 0))
+            return len(request.prompt_ids) + (max(0.0, tokens / responses - request.begun) if responses else mean)
 
         return sorted(indices, key=lambda index: (-expected(index), index))
+
+
+def _prompt(request: Request) -> int:
+    """The hash of a prompt, without the tokens of its response."""
+    return hash(tuple(request.prompt_ids[: len(request.prompt_ids) - request.begun]))

@@ -149,9 +149,15 @@ class Rounds:
         return found
 
     def shared(self, ticket: VllmTicket, own: dict[int, Response]) -> dict[int, Rollout]:
-        """The rollouts of all controllers' responses, the same on every rank; views of what the machines exchange."""
+        """The rollouts of all controllers' responses, the same on every rank; views of what the machines exchange.
+
+        The queue learns how long whole responses are.
+        """
         shared = self._exchange.share({i: response.columns() for i, response in own.items()})
-        return {i: rollout_of(ticket.requests[i], Response.of(columns)) for i, columns in shared.items()}
+        found = {i: rollout_of(ticket.requests[i], Response.of(columns)) for i, columns in shared.items()}
+        whole = {i: len(rollout.response_ids) for i, rollout in found.items() if _is_whole(ticket, i, rollout)}
+        self.lengths.learn(ticket.requests, whole)
+        return found
 
 
 def _check_clients(count: int, lost: list[str], most: int) -> None:
@@ -171,3 +177,13 @@ def rollout_of(request: Request, response: Response) -> Rollout:
     assert response.versions is not None and len(response.versions) == 1  # `answers.py` refuses others
     recorded = {"logprobs": response.logprobs, "weight_versions": response.versions}
     return request.answered(response.ids, finished=response.finished, cut=response.cut, **recorded)
+
+
+def _is_whole(ticket: VllmTicket, index: int, rollout: Rollout) -> bool:
+    """Whether a response has ended, and not only the part that was asked for."""
+    if rollout.finish_reason != "length":
+        return rollout.finish_reason is not None
+    request = ticket.requests[index]
+    sampling, _ = request.sampled or (ticket.sampling, index)
+    tokens = request.begun + len(rollout.response_ids)
+    return tokens == sampling.max_new_tokens or rollout.length == ticket.task.max_positions
