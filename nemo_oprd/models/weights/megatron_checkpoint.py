@@ -157,7 +157,10 @@ class MegatronCheckpoint:
         parameters = checkpoint_parameters(self.spec, stacked=not any(map(_OF_ONE_LAYER.fullmatch, self._tensors)))
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
         # one array may hold the parameters of many layers and experts
-        first = {key: (p, shape) for p in reversed(parameters) for key, shape in p.stored}
+        first = dict[str, tuple[Parameter, tuple[int, ...]]]()
+        for parameter in parameters:
+            for key, shape in parameter.stored:
+                first.setdefault(key, (parameter, shape))
         self._found = {key: self._find(key, *about) for key, about in first.items()}
         self._check_all_are_used()
         self._last: dict[str, torch.Tensor] = {}
