@@ -69,11 +69,6 @@ class Kind:
         return f"{self.mode}, {self.lag}" if self.lag else "synchronous"
 
     @property
-    def ahead(self) -> int:
-        """See `RolloutConfig.ahead`."""
-        return self.lag // 2 if self.mode == "stream" else self.lag
-
-    @property
     def overrides(self) -> list[str]:
         """Of the configuration; in segments, the longest responses take all students that the lag allows."""
         segments = self.segment_tokens
@@ -181,12 +176,13 @@ def row_of(
 ) -> dict[str, Any]:
     """The numbers of one run. `first`: those of the synchronous run; None for itself.
 
-    The first step and the last ones, ahead of which nothing is sampled, are left out. In mode exact a step is compared
-    with the synchronous one that samples the same batch, in the others with all but the first one.
+    The first step and the last ones, ahead of which nothing is sampled, are left out; not the last ones of mode stream,
+    in which steps trade what they wait for. In mode exact a step is compared with the synchronous one that samples the
+    same batch, in the others with all but the first one.
     """
     found = read_timeline(run)
     measured, expected = seconds_per_step(found), seconds_per_step(predicted)
-    middle = slice(1, len(measured) - kind.ahead)
+    middle = slice(1, len(measured) - (0 if kind.mode == "stream" else kind.lag))
     same = slice(1 + kind.lag if kind.mode == "exact" else 1, len(measured))
     base = measured if first is None else first["step_seconds"]
     base_expected = expected if first is None else first["predicted_step_seconds"]

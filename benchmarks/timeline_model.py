@@ -263,8 +263,8 @@ class _Run:
         for group in range(self._rules.admitted(step - 1) if step else 0, self._rules.admitted(step)):
             self._pool |= {(group, i): 0 for i in range(self._rules.size)}
         complete = {place for place, have in self._pool.items() if have == self._length(place)}
-        # those with the most tokens first, as the queue of requests
-        places = sorted(self._pool.keys() - complete, key=lambda place: (-self._pool[place], place))
+        # the oldest, and of these those with the most tokens first, as the queue of requests
+        places = sorted(self._pool.keys() - complete, key=lambda place: (place[0], -self._pool[place], place[1]))
         jobs = [(self._length(place) - self._pool[place], self._prompt + self._pool[place]) for place in places]
         self._under_way = self._now, places, jobs
         ends = sorted(zip(finish_times(jobs, self._servers), places, strict=True))

@@ -71,7 +71,8 @@ class Request:
 
     A request that continues a response has its `begun` tokens at the end of `prompt_ids`. `key` seeds its randomness in
     place of the call's, and `most` limits its tokens further. `sampled` is how the response is sampled, and its number
-    there, if it is not one of its call's: servers know that, and the in-process engine does not.
+    there, if it is not one of its call's. Servers begin requests with a lower `turn` first. The in-process engine knows
+    neither of these two.
     """
 
     prompt_ids: list[int]
@@ -83,6 +84,7 @@ class Request:
     key: tuple[int, ...] | None = None
     most: int | None = None
     begun: int = 0
+    turn: int = 0
     sampled: tuple[SamplingParams, int] | None = None
 
     def answered(

@@ -130,7 +130,11 @@ class StreamSampler(RolloutSampler):
         self._home = set()
         if not places:
             return
-        requests = [self.schedule.continued(self._asked[place], self._pool[place], *place) for place in places]
+        # the oldest in turn: a long response of a later step would delay what this one takes
+        requests = [
+            replace(self.schedule.continued(self._asked[place], self._pool[place], *place), turn=place[0])
+            for place in places
+        ]
         params = training_sampling(self.config, step)
         # each request has a key of its own; this one tells the cache what is asked for
         named = replace(params, key=(*params.key, *(number for place in places for number in place)))

@@ -91,7 +91,7 @@ class LengthEstimate:
             self._tokens, self._responses = self._tokens + length, self._responses + 1
 
     def longest_first(self, requests: Sequence[Request], indices: Sequence[int]) -> list[int]:
-        """The indices by falling expected length of prompt and response, so that no long one comes last.
+        """The indices turn by turn, and by falling expected length of prompt and response: no long one comes last.
 
         Of a response that has begun without earlier ones to its prompt, nothing is known but that it is not among the
         short ones: it is expected to go on for as long as a whole response is on average.
@@ -103,7 +103,7 @@ class LengthEstimate:
             tokens, responses = self._of_prompt.get(_prompt(request), (0, 0))
             return len(request.prompt_ids) + (max(0.0, tokens / responses - request.begun) if responses else mean)
 
-        return sorted(indices, key=lambda index: (-expected(index), index))
+        return sorted(indices, key=lambda index: (requests[index].turn, -expected(index), index))
 
 
 def _prompt(request: Request) -> int:

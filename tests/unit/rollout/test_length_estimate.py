@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,13 @@ def test_a_prompt_is_as_long_as_its_earlier_responses_in_whatever_parts() -> Non
     assert estimate.longest_first([late, *FRESH], range(4)) == [0, 2, 3, 1]
     over = Request([1, 2, *[9] * 10], begun=10)  # longer than ever before
     assert estimate.longest_first([over, FRESH[0]], range(2)) == [0, 1]
+
+
+def test_an_earlier_turn_comes_first_however_long_the_others_are() -> None:
+    estimate = LengthEstimate()
+    estimate.learn(FRESH, {0: 1, 1: 90, 2: 50})
+    turns = [replace(FRESH[0], turn=3), replace(FRESH[1], turn=4), replace(FRESH[2], turn=4), replace(FRESH[1], turn=3)]
+    assert estimate.longest_first(turns, range(4)) == [3, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
