@@ -210,6 +210,7 @@ def test_servers_project_what_a_bridge_compares(
     assert len(states) == 6, "those of the canary"
 
 
+@pytest.mark.slow
 def test_answers_without_room_in_shared_memory_come_in_pieces(
     pools: Pools, settings: list[str], bridged: list[str], served_teachers: ServedTeachers, tmp_path: Path
 ) -> None:

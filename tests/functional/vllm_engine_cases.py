@@ -194,8 +194,7 @@ def engine(
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
     from nemo_oprd.rollout.engine_kinds import make_engine
-    from nemo_oprd.rollout.vllm import client, guard, transport, weight_group
-    from nemo_oprd.rollout.vllm import engine as module
+    from nemo_oprd.rollout.vllm import client, guard, rounds, transport, weight_group
 
     init_distributed()
     config, ranks = (
@@ -204,7 +203,7 @@ def engine(
     )
     whole = transport.buckets
     with (
-        mock.patch.object(module, "CANCEL_CHECK_S", 0.05),
+        mock.patch.object(rounds, "CANCEL_CHECK_S", 0.05),
         mock.patch.object(client, "HEALTH_EVERY_S", 0.1),
         mock.patch.object(weight_group, "TIMEOUT_S", deadline),
         mock.patch.object(weight_group, "LEAVE_S", 2.0),
