@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.cli import main
-from nemo_oprd.rollout.vllm import server
+from nemo_oprd.rollout.vllm import client_process, server
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
@@ -34,6 +34,7 @@ def stale_prefix_cache() -> None:
         return await post(client, to, path.replace("mode=wait", "mode=wait&clear_cache=false"), body, timeout=timeout)
 
     Client.post = keeping  # type: ignore[method-assign]
+    client_process.MODULE = "tests.e2e.keeping_client"
 
 
 def stale_head() -> None:
