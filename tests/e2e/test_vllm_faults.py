@@ -255,9 +255,9 @@ def test_responses_that_a_cut_interrupts(site: Site) -> None:
     more += ("train.steps=6", "rollout.save=true")
     line = site.at_endpoint("stale_prefix_cache", more=more)
     assert "the engine does not sample from the student: rollout/logprob_gap_mean is" in line
-    code, said = site.run("none", *site.at(site.endpoint), *more)
+    code, said = site.run("early_cuts", *site.at(site.endpoint), *more)
     assert code == 0, said[-3000:]
-    run = max(site.directory.glob("run_none_*"))
+    run = max(site.directory.glob("run_early_cuts_*"))
     rollouts = [
         [json.loads(line) for line in (run / "rollouts" / f"step_{step:07d}.jsonl").read_text().splitlines()]
         for step in range(1, 7)

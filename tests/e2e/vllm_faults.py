@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.cli import main
+from nemo_oprd.rollout.engine import Request
+from nemo_oprd.rollout.stream_rollouts import StreamSampler
 from nemo_oprd.rollout.vllm import client_process, server
 from nemo_oprd.rollout.vllm.client import Client
 from nemo_oprd.rollout.vllm.tasks import Task
@@ -35,6 +38,7 @@ def stale_prefix_cache() -> None:
 
     Client.post = keeping  # type: ignore[method-assign]
     client_process.MODULE = "tests.e2e.keeping_client"
+    early_cuts()
 
 
 def stale_head() -> None:
@@ -105,6 +109,18 @@ def somebody_else_updates() -> None:
     UpdateCalls.finish = finished  # type: ignore[method-assign]
 
 
+def early_cuts() -> None:
+    """No fault: a stream is cut when the step has its responses, so that others are unfinished on any machine."""
+    of_step = StreamSampler._of_step
+
+    def cutting(sampler: StreamSampler, step: int) -> tuple[list[Request], list[Rollout]]:
+        found = of_step(sampler, step)
+        sampler.settle(step)
+        return found
+
+    StreamSampler._of_step = cutting  # type: ignore[method-assign]
+
+
 def none() -> None:
     """The run without a fault."""
 
@@ -113,7 +129,7 @@ FAULTS = {
     fault.__name__: fault
     for fault in (
         another_temperature, stale_prefix_cache, stale_head, missing_tensor, exchanged_tensors, wrong_shape,
-        file_elsewhere, somebody_else_updates, none,
+        file_elsewhere, somebody_else_updates, early_cuts, none,
     )
 }  # fmt: skip
 
