@@ -204,7 +204,7 @@ WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a family of several RoPEs": (
         # 0.3 has no description of it
         "gemma", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]},
-        "cannot describe the model|has sliding-window attention",
+        "cannot describe the model|expected full_attention and sliding_attention only",
     ),
     "no bridge": ("gemma", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "has no bridge for the model"),
     "text for a size": ("gemma", {"num_hidden_layers": "3"}, "expected"),
