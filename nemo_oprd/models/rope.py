@@ -177,6 +177,23 @@ def parse_rope(
     return Rope(theta, kind, share, tuple(sorted(values.items())))
 
 
+def parse_ropes(hf_config: dict, source: str, **options: Any) -> tuple[Rope, Rope | None]:
+    """(The RoPE of most layers, that of layers with windows if the config has one for each kind of layer).
+
+    Args:
+        options: those of `parse_rope`; layers with windows have the default kind.
+    """
+    given = hf_config.get("rope_parameters") or {}
+    if not isinstance(given, dict) or "full_attention" not in given:
+        return parse_rope(hf_config, source, **options), None
+    unknown = sorted(given.keys() - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"{source}: rope_parameters has {unknown}; expected full_attention and sliding_attention only")
+    # the settings of one kind of layer, in the place of all of them
+    full, local = ({**hf_config, "rope_parameters": given.get(f"{name}_attention")} for name in ("full", "sliding"))
+    return parse_rope(full, source, **options), parse_rope(local, source, **{**options, "kinds": ("default",)})
+
+
 def _kind(settings: dict) -> str:
     kind = settings.get("rope_type", settings.get("type")) or "default"
     return "longrope" if kind == "su" else kind  # its name in the first Phi-3 configs

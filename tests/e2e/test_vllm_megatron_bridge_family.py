@@ -1,4 +1,4 @@
-"""A student that only Megatron-Bridge builds (gemma) is trained on responses that vLLM samples, all on a CPU.
+"""A student that only Megatron-Bridge builds is trained on responses that vLLM samples, all on a CPU.
 
 Three environments take part: the trainer's is Megatron-Bridge's, the servers' is vLLM's, and the toy's tokenizer and
 prompts come from this one.
@@ -29,9 +29,11 @@ LOGPROB_TOLERANCE = 1e-4
 STEPS = 3
 
 
-def test_gemma(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma", "gemma3_text", "gpt_oss"])
+def test_family(tmp_path: Path, family: str) -> None:
+    """Also of experts with biases, windows, sinks, and two kinds of RoPE in one model."""
     environment = make_environment()
-    sizes = {"vocabulary": task.VOCAB_SIZE, "end": task.EOS_ID}
+    sizes = {"family": family, "vocabulary": task.VOCAB_SIZE, "end": task.EOS_ID}
     run(environment, 0, "megatron_bridge_family_cases.py", "make_toy_models", directory=str(tmp_path), **sizes)
     for role in ("student", "teacher"):
         task.write_tokenizer(tmp_path / role)

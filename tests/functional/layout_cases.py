@@ -128,7 +128,8 @@ class Case:
     @property
     def ranks(self) -> int:
         """Processes."""
-        return _ranks(self.student) + (_ranks(self.teacher) if self.dedicated else 0)
+        of_server = int("teacher.vllm.placement=dedicated" in self.extra)
+        return _ranks(self.student) + (_ranks(self.teacher) if self.dedicated else 0) + of_server
 
     @property
     def dedicated(self) -> bool:

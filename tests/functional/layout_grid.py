@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from layout_cases import Case
-from served_teachers import SERVED
+from served_teachers import DEDICATED, SERVED
 
 SMALL = 120
 # targets of two microbatches at a time, the teacher's weights away in between
@@ -96,7 +96,8 @@ CASES = sorted(
 
 # a teacher behind servers; each case runs by itself, because it shares no setting of the teacher with the others
 SERVED_CASES = [
-    Case("tp2 sp", tokens=SMALL, extra=SERVED),
+    Case("tp2 sp", tokens=SMALL, extra=DEDICATED),
+    pytest.param(Case("tp2 sp", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),
     Case("pp2 vpp2", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=2")),
     Case("cp2", objective="qwen3-sparse", extra=SERVED),
     pytest.param(Case("pp2", objective="pruned", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),

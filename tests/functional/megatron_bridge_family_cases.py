@@ -151,15 +151,17 @@ def make_models(directory: str, families: list[str]) -> None:
             model.save_pretrained(Path(directory) / family / role)
 
 
-def make_toy_models(directory: str, vocabulary: int, end: int) -> None:
-    """DIRECTORY/student and DIRECTORY/teacher: small Gemmas with the toy's vocabulary, whose heads vLLM can run."""
+def make_toy_models(directory: str, family: str, vocabulary: int, end: int) -> None:
+    """DIRECTORY/student and DIRECTORY/teacher: small models with the toy's vocabulary, whose heads vLLM can run."""
     import transformers
 
-    for role, layers in (("student", 2), ("teacher", 3)):
+    config, settings = {**FAMILIES, **SPECIAL_FAMILIES}[family]
+    sizes = {**COMMON, "vocab_size": vocabulary, "eos_token_id": end, "hidden_size": 64, "intermediate_size": 96}
+    depth = 6 if family in DEEP_FAMILIES else 2
+    for role, layers in (("student", depth), ("teacher", depth + 1)):
         torch.manual_seed(layers)
-        sizes = {**COMMON, "vocab_size": vocabulary, "eos_token_id": end, "hidden_size": 64, "intermediate_size": 96}
-        config = transformers.GemmaConfig(**sizes, **FAMILIES["gemma"][1] | {"head_dim": 32}, num_hidden_layers=layers)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        made = getattr(transformers, config)(**sizes | settings | {"head_dim": 32}, num_hidden_layers=layers)
+        model = transformers.AutoModelForCausalLM.from_config(made)
         for name, parameter in model.named_parameters():
             torch.nn.init.normal_(parameter, std=0.05 if "norm" in name else 0.15)
         model.save_pretrained(Path(directory) / role)

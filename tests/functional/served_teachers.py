@@ -22,6 +22,8 @@ from tests.support.served_states import project, states_of
 DESCRIBED = {"tensor": 1, "chunk": 2048, "version": "stand-in"}
 # of a case whose teacher is behind servers; `ServedTeachers.of` adds where they are
 SERVED = ("teacher.engine=vllm",)
+# the same on the last rank of the job
+DEDICATED = (*SERVED, "teacher.vllm.placement=dedicated")
 STAND_IN = Path(__file__).with_name("teacher_stand_in.py")
 
 

@@ -18,7 +18,7 @@ from layout_cases import Case, check_result
 from plain_computation import expected_result
 from pool import Pools
 from safetensors.torch import load_file
-from served_teachers import SERVED, ServedTeachers
+from served_teachers import DEDICATED, SERVED, ServedTeachers
 from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
 from nemo_oprd.batch.types import Rollout
@@ -51,9 +51,9 @@ CASES = [
     Case("cp2", "tp2 sp", objective="cosine"),
     Case("dp2", "cp2", objective="predicting", tokens=SMALL),
     Case("tp2", "pp2 dedicated", objective="token", tokens=SMALL),
-    Case("tp2 sp", objective="predicting, served", tokens=SMALL, extra=SERVED),
-    Case("pp2", objective="token, served", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=1")),
+    Case("pp2", objective="token, served", tokens=SMALL, extra=(*DEDICATED, "teacher.resident_microbatches=1")),
 ]
+SLOW = Case("tp2 sp", objective="predicting, served", tokens=SMALL, extra=SERVED)
 
 
 def make_rollouts() -> list[Rollout]:
@@ -159,7 +159,9 @@ def test_the_plain_computation(bench: Bench, states: dict[str, list[torch.Tensor
     assert bench.expected("cosine")["rep/loss"] == pytest.approx(np.mean(losses), rel=1e-9)
 
 
-@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
+@pytest.mark.parametrize(
+    "case", [*sorted(CASES, key=lambda case: case.ranks), pytest.param(SLOW, marks=pytest.mark.slow)], ids=str
+)
 def test_gradients(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = f"output={tmp_path / 'out'}"
     arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])

@@ -214,7 +214,7 @@ def test_every_row_travels_once(pools: Pools, bench: Workbench, case: Case) -> N
 
 
 BF16 = [Case("tp2 pp2"), Case("tp2 sp", "pp2"), Case("pp2", recompute="uniform 1"), Case("dp1")]
-BF16 += [Case("tp2 sp", extra=SERVED)]
+BF16 += [pytest.param(Case("tp2 sp", extra=SERVED), marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,7 @@ def beside_servers(pools: Pools, settings: list[str], root: Path, *more: str, **
     return bench, run, pools[2].run("lag_cases:train_beside_servers", **case)
 
 
-@pytest.mark.parametrize("lag", [2, 3])
+@pytest.mark.parametrize("lag", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_servers_continue_responses_over_updates(pools: Pools, settings: list[str], tmp_path: Path, lag: int) -> None:
     """By the servers' own log: what each version is asked for. With a death, the responses are the same."""
     rollouts = []

@@ -18,7 +18,7 @@ from golden_runs import EXPECTED, check, overrides
 from layout_cases import VOCABULARY, Case, check_result, make_rollouts, read_result, save_model
 from plain_computation import expected_result
 from pool import Pools
-from served_teachers import SERVED, ServedTeachers
+from served_teachers import DEDICATED, SERVED, ServedTeachers
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
@@ -78,6 +78,9 @@ CASES = [
     Case("pp2", objective="one layer's weight, scheduled", recompute="uniform 1"),
     Case("tp2 sp", "pp2", objective="alone", tokens=SMALL),
     Case("tp2 sp", objective="full_vocab", tokens=SMALL, extra=SERVED),
+    Case("tp2 sp", objective="top_k", tokens=SMALL, extra=DEDICATED),
+]
+SLOW = [
     Case("pp2", objective="sampled_token", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=1")),
     Case("cp2", objective="forward_kl, tied", tokens=SMALL, extra=SERVED),
     Case("dp2", objective="alone", tokens=SMALL, extra=SERVED),
@@ -130,7 +133,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("output"))
 
 
-@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*sorted(CASES, key=lambda case: case.ranks), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
+)
 def test_output_terms(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = f"output={tmp_path / 'out'}"
     arguments = served_teachers.of([*bench.settings(case.objective), *case.overrides, output])
@@ -151,7 +158,7 @@ BRIDGED = [
     (2, ["student.parallel.context=2", "teacher.parallel.pipeline=2", "student.recompute=full"]),
     (3, ["student.parallel.tensor=2", "teacher.placement=dedicated", *WAVES, "train.tokens_per_microbatch=20"]),
     (2, ["student.parallel.tensor=2", "student.parallel.sequence=true", *SERVED, "train.tokens_per_microbatch=20"]),
-    (2, ["student.parallel.pipeline=2", *SERVED]),
+    (3, ["student.parallel.pipeline=2", *DEDICATED]),
 ]
 
 

@@ -257,6 +257,7 @@ def test_a_second_copy_of_the_weights_shows_with_the_line_that_made_it(
     assert "nemo_oprd/distillation/student.py:" in finding, "the line that builds the chunks"
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet(with_servers: list[str], sound: dict[str, Any], tmp_path: Path) -> None:
     whole = rehearsed(with_servers, tmp_path, "nothing", rank=1, phases=tuple(PARTS))
     assert disagreements({0: sound, 1: whole}) == []

@@ -85,19 +85,19 @@ class Case:
 
 # these by default, the others with --all
 DEFAULT = {
-    "PP2, 2 chunks, tied, whole vocabulary": Case(2, (PP2, VPP2, *TIED, *output("full_vocab"))),
     "EP2 TP2 SP, experts of one rank": Case(
         2,
         (*EXPERTS, EP2, TP2, SP, TEACHER_EP2, FULL, "train.prompts_per_step=2", ALLGATHER),
         load="one-rank",
         only=(0, 1),
     ),
-    "CP2, bridge to a wider teacher in PP2, offloaded, groups": Case(
-        2, (CP2, *BRIDGE, TEACHER_PP2, "teacher.offload=true", "teacher.resident_microbatches=1")
-    ),
 }
 SLOW = {
     "DP2": Case(2),
+    "PP2, 2 chunks, tied, whole vocabulary": Case(2, (PP2, VPP2, *TIED, *output("full_vocab"))),
+    "CP2, bridge to a wider teacher in PP2, offloaded, groups": Case(
+        2, (CP2, *BRIDGE, TEACHER_PP2, "teacher.offload=true", "teacher.resident_microbatches=1")
+    ),
     "TP2 SP": Case(2, (TP2, SP, TEACHER_TP2, "teacher.parallel.sequence=true")),
     "TP2, full": Case(2, (TP2, FULL)),
     "TP2 SP, selective": Case(2, (TP2, SP, "student.recompute=selective")),

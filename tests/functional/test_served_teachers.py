@@ -129,6 +129,7 @@ def wrong_teacher(workbench: Workbench, served_teachers: ServedTeachers) -> Iter
 WRONG = r"canary of qwen3.*: layer 3 of \d, prompt 0, row 0 is the first wrong one"
 
 
+@pytest.mark.slow
 def test_each_server_and_each_start_of_it_is_compared(
     pools: Pools, settings: list[str], served_teachers: ServedTeachers, wrong_teacher: Path
 ) -> None:
@@ -150,6 +151,7 @@ def test_each_server_and_each_start_of_it_is_compared(
             pools[1].run("cases:run_verify", overrides=[*settings, servers, *settings_of(bench)])
 
 
+@pytest.mark.slow
 def test_a_server_that_turns_wrong_is_found_at_the_next_check(
     pools: Pools, settings: list[str], served_teachers: ServedTeachers, wrong_teacher: Path, tmp_path: Path
 ) -> None:

@@ -60,7 +60,6 @@ CASES = [
     Case("cp2", "dp2", objective="hidden"),
     Case("dp2", "cp2", objective="composed", tokens=SMALL),
     Case("tp2", "pp2 dedicated", objective="sampled", tokens=SMALL, extra=WAVES),
-    Case("tp2 sp", objective="composed", tokens=SMALL, extra=SERVED),
     # of one run, teachers in the trainer and teachers behind servers, one of them through a bridge
     Case("pp2", "tp2", objective="composed", tokens=SMALL, extra=ENGINES),
 ]
@@ -139,12 +138,15 @@ def test_the_plain_computation(bench: Bench) -> None:
     assert max(agreement(gradients, expected["gradients"]).values()) < 1e-6
 
 
-DEDICATED = Case("tp2 sp", "pp2 dedicated", objective="composed", tokens=SMALL, extra=ENGINES)
+SLOW = [
+    Case("tp2 sp", "pp2 dedicated", objective="composed", tokens=SMALL, extra=ENGINES),
+    Case("tp2 sp", objective="composed", tokens=SMALL, extra=SERVED),
+]
 
 
 @pytest.mark.parametrize(
     "case",
-    [*sorted(CASES, key=lambda case: case.ranks), pytest.param(DEDICATED, marks=pytest.mark.slow)],
+    [*sorted(CASES, key=lambda case: case.ranks), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
     ids=str,
 )
 def test_gradients(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:

@@ -61,6 +61,7 @@ class TestGroup:
         assert found["error"] is None and found["sampled"] == [expected(2, PROMPTS)]
         assert len(found["said"]) == 1 and starts(found) == 3
 
+    @pytest.mark.slow
     def test_a_worker_that_hangs_is_given_up_after_the_deadline(self, run: Any) -> None:
         faults = {"group": True, "hang": {"call": "bucket 0", "at": 5}}
         found = run("load 1, update 2, generate", *GROUP, faults=faults, deadline=10.0)

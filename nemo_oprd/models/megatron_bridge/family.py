@@ -34,7 +34,7 @@ from nemo_oprd.models.megatron_bridge.gemma3 import windowed_layers
 from nemo_oprd.models.megatron_bridge.mappings import shape_of, translate
 from nemo_oprd.models.megatron_bridge.provider_fields import MODEL, REFUSED, changed
 from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION
-from nemo_oprd.models.rope import Rope, parse_rope
+from nemo_oprd.models.rope import Rope, parse_ropes
 
 _SOURCE = "config.json: "  # before messages, until `bridge_model` says which file
 _BIAS = "e_score_correction_bias"  # of routers in transformers: a buffer that checkpoints have
@@ -208,7 +208,9 @@ def _bridge_model(text: str) -> BridgeModel:
         head_dim = provider.qk_pos_emb_head_dim
     kinds = KINDS[model_type].ropes if model_type in KINDS else ("default",)
     axes = getattr(provider, "experimental_attention_variant", None) == "gated_delta_net"
-    rope, local = _ropes(complete, head_dim=head_dim, kinds=kinds, partial=True, axes=axes)
+    rope, local = parse_ropes(
+        complete, _SOURCE.removesuffix(": "), head_dim=head_dim, kinds=kinds, partial=True, axes=axes
+    )
     correct(provider, complete, rope, local)
     model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
     _check_same_computation(provider, model, hf_config.get("architectures"))
@@ -217,22 +219,6 @@ def _bridge_model(text: str) -> BridgeModel:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
     mappings = translate(bridge._model_bridge.mapping_registry(), provider, shapes)
     return BridgeModel(provider, complete, rope, shapes, latent, mappings, local)
-
-
-def _ropes(complete: dict, **options: Any) -> tuple[Rope, Rope | None]:
-    """(The RoPE of most layers, that of layers with windows if the config has one for each kind of layer)."""
-    source, given = _SOURCE.removesuffix(": "), complete.get("rope_parameters") or {}
-    if "full_attention" not in given:
-        return parse_rope(complete, source, **options), None
-    unknown = sorted(given.keys() - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(f"rope_parameters has {unknown}; expected full_attention and sliding_attention only")
-    # the settings of one kind of layer, in the place of all of them
-    of_kind = {
-        name: {**complete, "rope_parameters": given.get(name)} for name in ("full_attention", "sliding_attention")
-    }
-    local = parse_rope(of_kind["sliding_attention"], source, **{**options, "kinds": ("default",)})
-    return parse_rope(of_kind["full_attention"], source, **options), local
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:

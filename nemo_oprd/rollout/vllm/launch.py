@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.rope import Rope, parse_rope
+from nemo_oprd.models.rope import parse_ropes
 
 # the folder of the project, where scripts/setup_vllm.sh makes the environment
 DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
@@ -122,7 +122,7 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "tie_word_embeddings": spec.tied_embeddings,
-        "rope": spec.rope,
+        "rope": spec.rope if spec.local_rope is None else (spec.rope, spec.local_rope),
         "experts": _experts(spec),
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
@@ -147,9 +147,11 @@ def _experts(spec: ModelSpec) -> list[int | bool] | None:
     return [spec.experts.count, spec.experts.per_token, spec.experts.ffn_size, spec.experts.normalized]
 
 
-def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Rope | Any:
-    """The RoPE that a server's config says, as `spec.rope`; what it says where that is none that is supported here."""
+def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Any:
+    """The RoPE that a server's config says, or the two of a model with windows; its words where none is supported."""
     try:
-        return parse_rope({"rope_parameters": rope_parameters}, "server", head_dim=spec.head_dim, partial=True)
+        options = {"head_dim": spec.head_dim, "partial": True, "axes": True}
+        rope, local = parse_ropes({"rope_parameters": rope_parameters}, "server", **options)
     except ValueError:
         return rope_parameters
+    return rope if local is None else (rope, local)
