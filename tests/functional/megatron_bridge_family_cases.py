@@ -160,7 +160,11 @@ def make_toy_models(directory: str, family: str, vocabulary: int, end: int) -> N
     depth = 6 if family in DEEP_FAMILIES else 2
     for role, layers in (("student", depth), ("teacher", depth + 1)):
         torch.manual_seed(layers)
-        made = getattr(transformers, config)(**sizes | settings | {"head_dim": 32}, num_hidden_layers=layers)
+        more: dict[str, Any] = {"head_dim": 32}
+        if family == "gpt_oss":  # keys that a published config has and vLLM needs, experts that its CPU kernel runs
+            more["intermediate_size"] = sizes["intermediate_size"]
+            more["rope_parameters"] = {**settings["rope_parameters"], "beta_fast": 32.0, "beta_slow": 1.0}
+        made = getattr(transformers, config)(**sizes | settings | more, num_hidden_layers=layers)
         model = transformers.AutoModelForCausalLM.from_config(made)
         for name, parameter in model.named_parameters():
             torch.nn.init.normal_(parameter, std=0.05 if "norm" in name else 0.15)

@@ -142,9 +142,12 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
 
 def _experts(spec: ModelSpec) -> list[int | bool] | None:
     """As `experts_of` in the server's worker."""
-    if spec.experts is None:
+    experts = spec.experts
+    if experts is None:
         return None
-    return [spec.experts.count, spec.experts.per_token, spec.experts.ffn_size, spec.experts.normalized]
+    # a softmax of the chosen experts alone sums to 1, too, and its config has no key for that
+    sums_to_one = experts.normalized or experts.score == "softmax_of_chosen"
+    return [experts.count, experts.per_token, experts.ffn_size, sums_to_one]
 
 
 def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Any:
