@@ -494,7 +494,7 @@ def positive_integer(hf_config: dict, key: str, source: str) -> int:
 
 
 def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError for a model that needs its own Python files, or whose weights are stored quantized.
+    """Raises ValueError for a model that needs its own Python files.
 
     The entries `known` of `auto_map` are accepted; their code is never run.
     """
@@ -504,12 +504,6 @@ def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = fr
         raise ValueError(
             f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never "
             "run; expected a model that needs none: remove auto_map if the architecture is a known one"
-        )
-    if hf_config.get("quantization_config"):
-        method = dict(hf_config["quantization_config"]).get("quant_method")
-        raise ValueError(
-            f"{source}: quantization_config asks for {method!r} weights, expected unquantized ones; take the model's "
-            "original (bfloat16 or float32) release"
         )
 
 

@@ -34,6 +34,7 @@ from nemo_oprd.models.megatron_bridge.gemma3 import windowed_layers
 from nemo_oprd.models.megatron_bridge.mappings import shape_of, translate
 from nemo_oprd.models.megatron_bridge.provider_fields import MODEL, REFUSED, changed
 from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION
+from nemo_oprd.models.quantization import read_quantization, unquantized
 from nemo_oprd.models.rope import Rope, parse_rope
 
 _SOURCE = "config.json: "  # before messages, until `bridge_model` says which file
@@ -187,8 +188,9 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
 
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
     """What Megatron-Bridge and transformers make of a config.json. Raises ValueError as `bridge_family`."""
+    read_quantization(hf_config, source)
     try:
-        return _bridge_model(json.dumps(hf_config, sort_keys=True))
+        return _bridge_model(json.dumps(unquantized(hf_config), sort_keys=True))
     except ValueError as error:
         raise ValueError(f"{source}: {str(error).removeprefix(_SOURCE)}") from error
 
