@@ -314,7 +314,7 @@ def agreement(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def _load(path: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
     if known_quantization(read_hf_config(path)) is None:
@@ -323,7 +323,9 @@ def _load(path: str, dtype: torch.dtype) -> Any:
         config, checkpoint = AutoConfig.from_pretrained(path, local_files_only=True), HFCheckpoint(path)
         delattr(config, KEY)
         tensors = {name: checkpoint[name] for name in checkpoint.keys()}  # noqa: SIM118
-        model = AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=tensors, **options)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None, config=config, state_dict=tensors, **options
+        )
     if hasattr(model, "set_experts_implementation"):  # transformers 4 has no other one
         model.set_experts_implementation("eager")  # one expert after the other, in the model's precision
     # rollouts contain no padding; with a padding id, the embedding would drop the gradient of that id

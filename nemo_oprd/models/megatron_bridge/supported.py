@@ -46,7 +46,7 @@ _DENSE = "TP2+SP, PP2, CP2, DP2, full recompute"
 _SPARSE = "TP2+SP, PP2, EP2, CP2, full recompute"
 _ROUTERS = "routers' losses and replay"
 _OF_HYBRID = "multi-token prediction and vision towers are left out"
-_OF_LATENT = f"{_ROUTERS}; queries without a narrow state; fp8 files; multi-token prediction is left out"
+_OF_LATENT = f"{_ROUTERS}; queries without a narrow state; multi-token prediction is left out"
 KINDS: dict[str, Kind] = {
     "gemma": Kind(_DENSE),
     "nemotron": Kind(_DENSE),
@@ -62,7 +62,7 @@ KINDS: dict[str, Kind] = {
         "TP2+SP, PP2, EP2, full recompute",
         frozenset(_GPT_OSS),
         ("default", "yarn"),
-        f"context parallelism, expert_tensor; {_ROUTERS}; MXFP4 files",
+        f"context parallelism, expert_tensor; {_ROUTERS}",
     ),
     "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
     "deepseek_v3": Kind("TP2+SP, PP2, EP2, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT),

@@ -157,7 +157,7 @@ DAMAGED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any] | None, str]] =
         damaged(blocks=torch.zeros(3, 8, 2, 8, dtype=torch.uint8)), MXFP4, "expected numbers U8 and another shape",
     ),
     "no number": (damaged(scales=torch.full((3, 8, 2), 255, dtype=torch.uint8)), MXFP4, "a scale of 255 in expert 0"),
-    "no scales of fp8": ({"a": F8}, FP8, "tensor 'a' holds F8_E4M3 numbers without scales; expected F64"),
+    "no scales of fp8": ({"a": F8}, FP8, "tensor 'a' holds F8_E4M3 numbers without scales; expected F32"),
     "no config of fp8": ({"a": F8, "a_scale_inv": torch.ones(1, 1)}, None, "'a' holds F8_E4M3 numbers without scales"),
     "scales alone": ({"a_scale_inv": torch.ones(1, 1)}, FP8, "'a_scale_inv' is there, but not 'a'; expected both"),
     "fp8 scales of another shape": (
