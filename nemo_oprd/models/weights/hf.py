@@ -134,8 +134,8 @@ class HFCheckpoint:
         if found.get_dtype() not in PLAIN_DTYPES:
             raise ValueError(
                 f"{self.path}: tensor {name!r} holds {found.get_dtype()} numbers without scales; expected "
-                "F32, BF16, F16 or F64, or scales in the files and quantization_config in config.json: copy all files of "
-                "the model from its source again"
+                "F32, BF16, F16 or F64, or scales in the files and quantization_config in config.json: copy all files "
+                "of the model from its source again"
             )
         return found
 
