@@ -68,7 +68,7 @@ class BridgeFamily(Family):
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
         """As `Family`: those that Megatron-Bridge derives from the config. None for those that it stores otherwise."""
-        if spec.experts is not None or spec.delta is not None:
+        if spec.experts is not None or spec.delta is not None or spec.attention_cap is not None:
             return None
         provider = bridge_model(spec.hf_config).provider
         fields = {name: getattr(provider, name) for name in (*MODEL, "rotary_base", "rotary_percent")}
@@ -160,6 +160,9 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
     elif getattr(provider, "window_size", None) is not None:
         parts["window"] = provider.window_size[0] + 1
         parts["windowed"] = tuple(map(bool, provider.window_attn_skip_freq))
+    if hasattr(provider, "attn_logit_softcapping"):
+        parts["attention_cap"] = float(provider.attn_logit_softcapping or 0)
+        parts["output_cap"], parts["post_norms"] = provider.final_logit_softcapping or None, True
     parts["sinks"] = getattr(provider, "softmax_type", "vanilla") == "learnable"
     if provider.num_moe_experts:
         frequency = provider.moe_layer_freq

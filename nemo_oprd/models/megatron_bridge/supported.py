@@ -57,6 +57,11 @@ KINDS: dict[str, Kind] = {
         ("default", "linear"),
         "context parallelism; vision towers",
     ),
+    "gemma2": Kind(
+        "TP2+SP, PP2, CP2, DP2, VPP, full recompute",
+        frozenset(("sliding-window attention", "capped attention logits", "capped output logits")),
+        refused="attention to later tokens",
+    ),
     "olmoe": Kind("PP2, EP2, full recompute", frozenset((_EXPERTS,)), refused=f"tensor parallelism; {_ROUTERS}"),
     "gpt_oss": Kind(
         "TP2+SP, PP2, EP2, full recompute",
@@ -73,7 +78,6 @@ KINDS: dict[str, Kind] = {
 }
 # families that people ask for -> why Megatron-Bridge's model of them is refused
 REFUSED_FAMILIES = {
-    "gemma2": "Megatron-Bridge 0.6.2 caps its attention's logits in a module that reads no packed sequences",
     "gemma4_text": "heads of several sizes, which Megatron-Bridge 0.6.2 cannot describe",
     "nemotron_h": "layers of different kinds",
 }
