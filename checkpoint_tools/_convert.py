@@ -9,7 +9,6 @@ weight mapping is refused, so no tensor is dropped silently.
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tqdm import tqdm
 
 from nemo_oprd.layout import Layout
-from nemo_oprd.models import Family, ModelSpec, read_model_spec
+from nemo_oprd.models import Family, ModelSpec, copy_hf_config, read_model_spec
 from nemo_oprd.models.architecture import GateUp, Vocabulary, stack_parts
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron_bridge_config import write_run_config
@@ -69,8 +68,8 @@ def hf_to_megatron(
 ) -> None:
     """Writes the HF model in `hf_path` as the torch_dist checkpoint `output`, its config and tokenizer in `output/hf`.
 
-    Every tensor keeps its dtype. The checkpoint loads at any layout; at the given sizes, each rank reads whole chunks.
-    It is written beside `output` and renamed at the end.
+    Every tensor keeps its dtype; quantised ones are dequantised to bfloat16. The checkpoint loads at any layout; at the
+    given sizes, each rank reads whole chunks. It is written beside `output` and renamed at the end.
 
     Args:
         tensor, pipeline: the tensor-parallel size and the number of pipeline stages for which chunks and files are cut.
@@ -93,7 +92,7 @@ def hf_to_megatron(
     with replacing_directory(target, overwrite=False) as partial:
         dtype = _write(checkpoint, spec, layout, partial, progress)
         copy_tokenizer_files(source, partial / "hf")
-        shutil.copyfile(source / "config.json", partial / "hf" / "config.json")
+        copy_hf_config(source, partial / "hf")
         write_run_config(partial, spec, str(dtype).removeprefix("torch."))
 
 

@@ -32,7 +32,7 @@ from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models import ModelSpec, copy_hf_config, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron.optimizer_state import (
     load_optimizer_state,
@@ -111,7 +111,7 @@ def save_checkpoint(
         if dist.get_rank() == 0:
             with naming(partial):
                 (partial / "hf").mkdir()
-                shutil.copy(source / "config.json", partial / "hf")
+                copy_hf_config(source, partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
                 write_more(partial)
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))

@@ -97,7 +97,7 @@ def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabSha
     """This tensor rank's shard of the padded vocabulary, of which only the first `vocab_size` ids are used."""
     size = model.output_weight().shape[0]
     group = role.member_groups.tp if role.layout.tensor > 1 else None
-    return VocabShard(role.member_coords.tensor * size, size, vocab_size, group)
+    return VocabShard(role.member_coords.tensor * size, size, vocab_size, group, model.output_cap)
 
 
 def load_teacher_head(
@@ -121,10 +121,11 @@ class OutputHeadLoss:
     """The output loss of one microbatch on this rank, for n rows.
 
     `teacher` holds the teacher's log-probability and entropy per row [n, 2], or its final hidden states [n, D], which
-    `teacher_head` [V, D] turns into logits (D is the teacher's hidden size here). `scale` is the weight of the loss in
-    the total loss; with 0 the loss is only measured. `old_logprob` holds the tokens' log-probabilities under the
-    weights that sampled them; None if these are the current weights. `engine_logprob` holds them as the engine computed
-    them; None without a correction. `token_slots` says where the rows' values are kept per token
+    `teacher_head` [V, D] turns into logits (D is the teacher's hidden size here), and `teacher_cap` bounds these.
+    `scale` is the weight of the loss in the total loss; with 0 the loss is only measured. `old_logprob` holds the
+    tokens' log-probabilities under the weights that sampled them; None if these are the current weights.
+    `engine_logprob` holds them as the engine computed them; None without a correction. `token_slots` says where the
+    rows' values are kept per token
     (`TokenSlots.of_rows`); None: they are not kept.
     """
 
@@ -137,6 +138,7 @@ class OutputHeadLoss:
     response: torch.Tensor  # [n] int64, index of the rollout
     teacher: torch.Tensor
     teacher_head: torch.Tensor | None
+    teacher_cap: float | None
     scale: float
     chunk_tokens: int
     old_logprob: torch.Tensor | None = None  # [n]
@@ -156,7 +158,7 @@ class OutputHeadLoss:
         head = self.model.output_weight()
         teacher: Teacher = self.teacher[:, 0]
         if self.teacher_head is not None:
-            teacher = TeacherStates(self.teacher, self.teacher_head)
+            teacher = TeacherStates(self.teacher, self.teacher_head, self.teacher_cap)
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
         settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
         settings["engine_logprob_N"] = self.engine_logprob

@@ -9,7 +9,7 @@ are rounded to bfloat16, as in any backward pass of a head) and accumulate in fl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -31,11 +31,12 @@ from nemo_oprd.losses.vocab_parallel import (
 class TeacherStates:
     """The teacher before its head: hidden states [N, D_T] of the student's rows and this rank's head shard [size, D_T].
 
-    The shards of both models cover the same ids; widths and dtypes of the two models may differ.
+    The shards of both models cover the same ids; widths, dtypes and caps of the two models may differ.
     """
 
     hidden: torch.Tensor
     head: torch.Tensor
+    cap: float | None = None
 
 
 # the teacher's distribution, or only its log-probabilities [N] of the sampled tokens at the loss's temperature
@@ -197,13 +198,20 @@ def _rows(
     *,
     with_grad: bool,
 ) -> OutputRows:
-    """`output_rows` of one chunk. Logits are computed for real ids only, so they have no padding columns."""
+    """`output_rows` of one chunk, with the gradient of the product with the head.
+
+    Logits are computed for real ids only, so they have no padding columns.
+    """
     student_CV = head_logits(hidden_ND[chunk], head_VD, shard)
+    slope_CV = None
+    if with_grad and shard.cap is not None:  # the derivative of `cap_`
+        slope_CV = 1 - (student_CV / shard.cap).square_()
     teacher_CV = None
     if isinstance(teacher, TeacherStates):
         # from here on, both models have the student's precision
-        teacher_CV = head_logits(teacher.hidden[chunk], teacher.head, shard).to(student_CV.dtype)
-    return output_rows(
+        theirs = replace(shard, cap=teacher.cap)
+        teacher_CV = head_logits(teacher.hidden[chunk], teacher.head, theirs).to(student_CV.dtype)
+    rows = output_rows(
         loss,
         student_CV,
         tokens_N[chunk],
@@ -214,6 +222,10 @@ def _rows(
         engine_logprob_C=None if engine_logprob_N is None else engine_logprob_N[chunk],
         with_grad=with_grad,
     )
+    if slope_CV is not None:
+        assert rows.grad_logits is not None
+        rows.grad_logits.mul_(slope_CV)
+    return rows
 
 
 def _through_head_(

@@ -23,7 +23,7 @@ class VocabShard:
     """This rank's columns: ids `start` to `start + size - 1` of the padded vocabulary. Ids below `vocab_size` are real.
 
     `group` is the tensor-parallel group, or None if there is no other rank. The shards cover the vocabulary without
-    overlap; a shard may consist of padding only.
+    overlap; a shard may consist of padding only. `cap` bounds the logits of the model whose head it is, see `cap_`.
 
     >>> VocabShard(start=48, size=16, vocab_size=61, group=None).real
     13
@@ -33,6 +33,7 @@ class VocabShard:
     size: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
+    cap: float | None = None
 
     @property
     def real(self) -> int:
@@ -87,12 +88,17 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
+def cap_(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """In place: cap * tanh(logits / cap), as in Gemma 2; without a cap they stay as they are."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
 def head_logits(hidden_CD: torch.Tensor, head_VD: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """hidden head^T over this rank's real ids: [c, D], [size, D] -> float32 [c, real]."""
+    """hidden head^T over this rank's real ids, bounded by the shard's cap: [c, D], [size, D] -> float32 [c, real]."""
     logits_CV = hidden_CD.new_empty(len(hidden_CD), shard.real, dtype=compute_dtype(hidden_CD))
     for columns in slabs(shard.real):
         logits_CV[:, columns] = matmul(hidden_CD, head_VD[columns].T)
-    return logits_CV
+    return cap_(logits_CV, shard.cap)
 
 
 def log_softmax_(all_logits: list[torch.Tensor], shard: VocabShard, temperature: float) -> torch.Tensor:

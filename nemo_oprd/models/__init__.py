@@ -7,6 +7,8 @@ family is in its `ModelSpec`.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +18,7 @@ from nemo_oprd.models.families.llama import LLAMA
 from nemo_oprd.models.families.moe import MIXTRAL, QWEN3_MOE
 from nemo_oprd.models.families.phi3 import PHI3
 from nemo_oprd.models.families.qwen import QWEN2, QWEN3
+from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized
 from nemo_oprd.models.text_tower import language_model_config
 from nemo_oprd.runtime.files import read_json
 
@@ -29,6 +32,7 @@ __all__ = [
     "Family",
     "ModelSpec",
     "check_same_width",
+    "copy_hf_config",
     "parse_model_spec",
     "read_hf_config",
     "read_model_spec",
@@ -36,7 +40,7 @@ __all__ = [
 
 
 def parse_model_spec(hf_config: dict, source: str = "config.json", family: Family | None = None) -> ModelSpec:
-    """The model that `hf_config` (the contents of a `config.json`) describes.
+    """The model that `hf_config` (the contents of a `config.json`) describes; of quantised weights, with others.
 
     Args:
         family: one more family that the model may be of, besides `FAMILIES`.
@@ -57,7 +61,8 @@ def parse_model_spec(hf_config: dict, source: str = "config.json", family: Famil
             f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
             "CONTRIBUTING.md shows how to add a family, docs/nemo.md how train and verify use Megatron-Bridge's."
         )
-    return found.parse(found, hf_config, source)
+    read_quantization(hf_config, source)
+    return found.parse(found, unquantized(hf_config), source)
 
 
 def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec:
@@ -86,3 +91,18 @@ def read_hf_config(path: str | Path) -> dict:
         raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
     content = read_json(file, "an object with model_type", "copy the file from the model's source again")
     return language_model_config(content, str(file))
+
+
+def copy_hf_config(source: Path, target: Path) -> None:
+    """Copies config.json into the directory `target`, byte for byte unless the weights in `source` are quantised.
+
+    What is written beside it are dequantised weights.
+
+    Raises:
+        ValueError: as `read_hf_config`.
+    """
+    hf_config = read_hf_config(source)
+    if known_quantization(hf_config) is None:
+        shutil.copyfile(source / "config.json", target / "config.json")
+    else:
+        (target / "config.json").write_text(json.dumps(unquantized(hf_config), indent=2) + "\n")

@@ -94,8 +94,9 @@ class ModelSpec:
     `sinks` whether each head's softmax has a further, learned term in its sum; `whole_qk_norm` whether queries and keys
     are normed over all heads together; `delta` is None for a model whose layers all have attention; `output_gate` says
     whether the attention's output is multiplied by a gate per channel; `local_rope` is the RoPE of the windowed layers,
-    where it is not `rope`; `post_norms` whether there are norms behind attention
-    and feed-forward block, too. Only families of Megatron-Bridge differ in these.
+    where it is not `rope`; `post_norms` whether there are norms behind attention and feed-forward block, too;
+    `attention_cap` and `output_cap` bound the products of queries and keys, and the logits, by cap * tanh(x / cap); the
+    first one is 0 in a model of a family with bounds that has none. Only families of Megatron-Bridge differ in these.
     """
 
     family: Family = field(compare=False, repr=False)
@@ -128,6 +129,8 @@ class ModelSpec:
     output_gate: bool = False
     local_rope: Rope | None = None
     post_norms: bool = False
+    attention_cap: float | None = None
+    output_cap: float | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -163,7 +166,7 @@ class ModelSpec:
                 f"{key}.tensor={tensor}, but the {self.model_type} model norms the queries of all heads together, "
                 f"which Megatron-Bridge does not split; expected 1: use {key}.pipeline or {key}.expert"
             )
-        if context > 1 and (self.sinks or any(self.windowed)):
+        if context > 1 and (self.sinks or any(self.windowed)) and self.attention_cap is None:
             raise ValueError(
                 f"{key}.context={context}, but the {self.model_type} model has sliding windows or a learned term in "
                 "its softmax, which Transformer Engine's ring attention does not have; expected 1: use "
@@ -494,7 +497,7 @@ def positive_integer(hf_config: dict, key: str, source: str) -> int:
 
 
 def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError for a model that needs its own Python files, or whose weights are stored quantized.
+    """Raises ValueError for a model that needs its own Python files.
 
     The entries `known` of `auto_map` are accepted; their code is never run.
     """
@@ -504,12 +507,6 @@ def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = fr
         raise ValueError(
             f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never "
             "run; expected a model that needs none: remove auto_map if the architecture is a known one"
-        )
-    if hf_config.get("quantization_config"):
-        method = dict(hf_config["quantization_config"]).get("quant_method")
-        raise ValueError(
-            f"{source}: quantization_config asks for {method!r} weights, expected unquantized ones; take the model's "
-            "original (bfloat16 or float32) release"
         )
 
 

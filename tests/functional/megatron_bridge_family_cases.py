@@ -85,7 +85,15 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # windows of four tokens and a RoPE of their own in all layers but every sixth, whose RoPE is scaled; norms behind
 # attention and feed-forward block; embeddings times a number that is not one of float32
+# In Gemma 2, windows in every other layer; products of queries and keys, and logits, are bounded where they matter.
 WINDOWED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         {
@@ -97,11 +105,13 @@ WINDOWED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+# of this project: students of another family and width than their teachers
+OWN_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {"qwen2": ("Qwen2Config", {"hidden_size": 48})}
 # families with models of six and seven layers
-DEEP_FAMILIES = tuple(WINDOWED_FAMILIES)
+DEEP_FAMILIES = ("gemma3_text",)
 SPECIAL_FAMILIES = {**EXPERT_FAMILIES, **HYBRID_FAMILIES, **WINDOWED_FAMILIES}
 # whose in-process samples are compared: windows and sinks, narrow states, delta nets, norms behind blocks
-SAMPLED_FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_5_text", "gemma3_text")
+SAMPLED_FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_5_text", "gemma2", "gemma3_text")
 LAYER_TYPES = {3: ["linear_attention", "full_attention", "linear_attention"]}
 LAYER_TYPES[4] = ["linear_attention", *LAYER_TYPES[3]]
 # ids 0 to 60, as in the golden rollouts; an odd number of layers
@@ -130,7 +140,7 @@ def make_models(directory: str, families: list[str]) -> None:
     import transformers
 
     for family in families:
-        config, settings = {**FAMILIES, **SPECIAL_FAMILIES}[family]
+        config, settings = {**FAMILIES, **SPECIAL_FAMILIES, **OWN_FAMILIES}[family]
         depth = 6 if family in DEEP_FAMILIES else 3
         for role, layers in (("student", depth), ("teacher", depth + 1)):
             torch.manual_seed(layers + SEEDS.get(family, 0))
@@ -194,6 +204,12 @@ def fit_and_verify(fit: list[str], runs: dict[str, list[str]]) -> None:
 
     fit_bridge(preflight(load_config("verify", fit), world_size(), "fit-bridge"))
     verify(runs)
+
+
+def across_families(cases: list[dict[str, Any]]) -> None:
+    """`fit_and_verify` with each of several arguments."""
+    for case in cases:
+        fit_and_verify(**case)
 
 
 def train(runs: list[list[str]]) -> None:
@@ -422,6 +438,10 @@ FAULTS: dict[str, dict[str, Any]] = {
         "rotary share": _rotary_share,
     },
     "gpt_oss": {"no sinks": _no_sinks, "window longer": _window(1)},
+    "gemma2": {
+        "window longer": _window(1),
+        "no cap": lambda layers: _attribute(layers[0].self_attention.core_attention, "cap", None),
+    },
     "gemma3_text": {
         "window shorter": _window(-1),
         # as Megatron-Bridge 0.6.2 builds it

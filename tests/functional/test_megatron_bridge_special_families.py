@@ -2,8 +2,8 @@
 
 OLMoE, gpt-oss, GLM 4.5, DeepSeek-V3 and GLM 4.7 Flash (experts), Qwen3.5 and Qwen3-Next (gated delta nets), Gemma 3
 (windows), tiny and random. As for the dense families (test_megatron_bridge_families.py): losses and all gradients
-against plain Hugging Face models in float64, resuming at another layout, conversion bit for bit; and what
-Megatron-Bridge would build wrongly without an error is refused.
+against plain Hugging Face models in float64, resuming at another layout, conversion bit for bit, a student of another
+family behind a bridge; and what Megatron-Bridge would build wrongly without an error is refused.
 
 Routers choose between experts and softmaxes cancel, so float32 itself deviates more in some of these models: the limit
 is 1.5 times what transformers in float32 deviates from transformers in float64, but at least that of dense families.
@@ -23,6 +23,7 @@ from megatron_bridge_family_cases import (
     COMMON,
     DEEP_FAMILIES,
     LIMITS,
+    OWN_FAMILIES,
     PROMPTS,
     SAMPLED_FAMILIES,
     SPECIAL_FAMILIES,
@@ -57,7 +58,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "DP2": ("train.tokens_per_microbatch=16", "loss.representation.layers=[1,3]"),
     "VPP": ("student.parallel.pipeline=2", "student.parallel.virtual_pipeline=2", "train.tokens_per_microbatch=32"),
 }  # fmt: skip
-DENSE = ("qwen3_5_text", "gemma3_text")
+DENSE = ("qwen3_5_text", "gemma2", "gemma3_text")
 # what a family refuses: see test_refusals
 # the last one here only: Megatron makes YaRN's positions of a context rank in pinned memory, which needs CUDA
 IMPOSSIBLE = {
@@ -73,7 +74,8 @@ RUNS = [(family, layout) for family in SPECIAL_FAMILIES for layout in LAYOUTS if
 QUICK = {
     ("olmoe", "PP2"), ("gpt_oss", "TP2 SP"), ("gpt_oss", "EP2 gathered"), ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
     ("deepseek_v3", "TP2 SP"), ("deepseek_v3", "PP2"), ("glm4_moe_lite", "CP2"), ("qwen3_5_text", "CP2"),
-    ("qwen3_5_text", "VPP"), ("qwen3_5_moe_text", "TP2 SP"), ("qwen3_next", "EP2"), ("gemma3_text", "PP2"),
+    ("qwen3_5_text", "VPP"), ("qwen3_5_moe_text", "TP2 SP"), ("qwen3_next", "EP2"), ("gemma2", "CP2"),
+    ("gemma3_text", "PP2"),
 }  # fmt: skip
 TRAINED_QUICKLY = "deepseek_v3"
 
@@ -87,7 +89,8 @@ def models(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFac
     if "version = 3.11" in (PYTHON.parent.parent / "pyvenv.cfg").read_text():
         pytest.skip("Megatron-Bridge 0.3 (Python 3.11): families with experts are refused")
     root = tmp_path_factory.mktemp("experts")
-    run(megatron_bridge, 0, CASES, "make_models", directory=str(root), families=list(SPECIAL_FAMILIES))
+    families = [*SPECIAL_FAMILIES, *OWN_FAMILIES]
+    run(megatron_bridge, 0, CASES, "make_models", directory=str(root), families=families)
     return root
 
 
@@ -154,7 +157,12 @@ def other_families(megatron_bridge: dict[str, str], models: Path, tmp_path_facto
 @pytest.mark.parametrize("case", parameters(RUNS, QUICK), ids=lambda case: ", ".join(case))
 def test_gradients(request: pytest.FixtureRequest, models: Path, tmp_path: Path, case: tuple[str, str]) -> None:
     found = request.getfixturevalue("quick" if case in QUICK else "other_runs") / place(*case)
-    config = load_config("verify", settings_of(models, case, tmp_path))
+    check(found, settings_of(models, case, tmp_path), ", ".join(case))
+
+
+def check(found: Path, overrides: list[str], name: str) -> None:
+    """Compares what `verify` wrote with plain Hugging Face models in float64."""
+    config = load_config("verify", overrides)
     rollouts = read_rollouts(GOLDEN / "rollouts.jsonl", COMMON["vocab_size"])
     expected = reference(config, rollouts)
     losses = json.loads((found / "losses.json").read_text())
@@ -165,8 +173,42 @@ def test_gradients(request: pytest.FixtureRequest, models: Path, tmp_path: Path,
     deviations = agreement(load_file(found / "grads.safetensors"), expected["gradients"])
     worst = max(deviations, key=deviations.__getitem__)
     theirs = max(agreement(reference(config, rollouts, torch.float32)["gradients"], expected["gradients"]).values())
-    print(f"{', '.join(case)}: {deviations[worst]:.1e} in {worst}; transformers in float32: {theirs:.1e}")
+    print(f"{name}: {deviations[worst]:.1e} in {worst}; transformers in float32: {theirs:.1e}")
     assert deviations[worst] < max(TOLERANCE, OF_TRANSFORMERS * theirs), f"{worst}: {deviations[worst]:.1e}"
+
+
+# teacher of a Qwen2 student -> settings, on two ranks
+ACROSS: dict[str, tuple[str, ...]] = {
+    "gpt_oss": (*TENSOR, "teacher.parallel.pipeline=2", "loss.output.kind=full_vocab", "loss.output.weight=0.5"),
+    "deepseek_v3": (*PIPELINE, "teacher.parallel.expert=2", "loss.output.kind=sampled_token", "loss.output.weight=0.5"),
+}
+
+
+def across(models: Path, teacher: str, root: Path, output: str) -> list[str]:
+    roles = [f"student.hf_path={models / 'qwen2' / 'student'}", f"teacher.hf_path={models / teacher / 'teacher'}"]
+    common = [*roles, "teacher.provider=bridge", f"rollout.replay={GOLDEN}/rollouts.jsonl", *ACROSS[teacher]]
+    return [*common, f"bridge.path={root / teacher / 'bridge'}", f"output={root / teacher / output}"]
+
+
+@pytest.fixture(scope="module")
+def behind_bridges(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TEACHER/bridge and TEACHER/verified, of a student that this project builds."""
+    root = tmp_path_factory.mktemp("across")
+    cases = [
+        {
+            "fit": [*across(models, teacher, root, "bridge"), "bridge.rank=4"],
+            "runs": {teacher: across(models, teacher, root, "verified")},
+        }
+        for teacher in ACROSS
+    ]
+    run(megatron_bridge, 2, CASES, "across_families", cases=cases)
+    return root
+
+
+@pytest.mark.parametrize("teacher", ACROSS)
+def test_gradients_of_a_student_of_another_family(models: Path, behind_bridges: Path, teacher: str) -> None:
+    overrides = across(models, teacher, behind_bridges, "reference")
+    check(behind_bridges / teacher / "verified", overrides, f"{teacher} to qwen2")
 
 
 @pytest.mark.parametrize("family", parameters(list(SPECIAL_FAMILIES), {TRAINED_QUICKLY}))
@@ -239,6 +281,8 @@ PLANTED = {
     "qwen3_5_text rotary share": (2, 1, "rotation (base, share, scaling)"),
     "gpt_oss no sinks": (1, 0, "a weight of this layer is another one"),
     "gpt_oss window longer": (1, 4, "the sliding window is 4: the engine's is longer"),
+    "gemma2 window longer": (1, 4, "the sliding window is 4: the engine's is longer"),
+    "gemma2 no cap": (1, 1, "a weight of this layer is another one"),
     "gemma3_text window shorter": (1, 3, "the sliding window is 4: the engine's is shorter"),
     "gemma3_text epsilon": (1, 0, "a weight of this layer is another one"),
 }

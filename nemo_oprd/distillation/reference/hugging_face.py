@@ -1,7 +1,8 @@
 """The paper's equations on plain Hugging Face models in one process, for checking an installation.
 
-Shares nothing with the Megatron path but the configuration, the file of rollouts and a row loss of the user's: no
-packing, no layouts, no row table; sequences go through one by one. The built-in losses are defined here once more.
+Shares nothing with the Megatron path but the configuration, the file of rollouts, what quantised weights stand for and
+a row loss of the user's: no packing, no layouts, no row table; sequences go through one by one. The built-in losses are
+defined here once more.
 Slow on purpose, and meant to be read against the paper.
 """
 
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from nemo_oprd.batch.types import Rollout
@@ -31,9 +31,11 @@ from nemo_oprd.distillation.reference.hugging_face_routers import RouterReferenc
 from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
-from nemo_oprd.models import FAMILIES, parse_model_spec
+from nemo_oprd.models import FAMILIES, parse_model_spec, read_hf_config
 from nemo_oprd.models.canary.delta_rule import exact_delta_rule
 from nemo_oprd.models.families.moe import fused_name
+from nemo_oprd.models.quantization import KEY, known_quantization
+from nemo_oprd.models.weights.hf import HFCheckpoint
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _gradients(model: Any, path: str) -> dict[str, torch.Tensor]:
         spec = parse_model_spec(model.config.to_dict())
         names = [name for mapping in spec.family.param_mappings(spec) for name in mapping.hf]
     else:  # of Megatron-Bridge, which need not be installed here
-        names = [name for file in Path(path).glob("*.safetensors") for name in safe_open(file, "pt").keys()]  # noqa: SIM118
+        names = HFCheckpoint(path).keys()
     gradients = {}
     for name in names:
         held, expert, half = (name, None, None) if name in found else fused_name(name)
@@ -312,9 +314,18 @@ def agreement(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def _load(path: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager", local_files_only=True)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
+    if known_quantization(read_hf_config(path)) is None:
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+    else:  # of the numbers in bfloat16 that are trained, to which transformers would not round
+        config, checkpoint = AutoConfig.from_pretrained(path, local_files_only=True), HFCheckpoint(path)
+        delattr(config, KEY)
+        tensors = {name: checkpoint[name] for name in checkpoint.keys()}  # noqa: SIM118
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None, config=config, state_dict=tensors, **options
+        )
     if hasattr(model, "set_experts_implementation"):  # transformers 4 has no other one
         model.set_experts_implementation("eager")  # one expert after the other, in the model's precision
     # rollouts contain no padding; with a padding id, the embedding would drop the gradient of that id

@@ -1,15 +1,16 @@
 """A transformers model whose decoder layers are in memory one at a time, while all prompts pass through it together.
 
 `from_pretrained` does everything as usual, also the conversion of tensors whose names or shapes differ between
-checkpoint and model, except that the layers' tensors stay in their files. Each prompt has a thread that runs the
-model's own forward. Before a layer the threads wait for each other; when all have arrived, the layer before it is
+checkpoint and model, except that the layers' tensors stay in their files, and that quantised ones are dequantised as
+for training (`models/dequantize.py`): transformers would not round them to bfloat16. Each prompt has a thread that runs
+the model's own forward. Before a layer the threads wait for each other; when all have arrived, the layer before it is
 dropped and the next one loaded. So nothing is assumed of what a layer takes and returns. One thread computes at a time.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from nemo_oprd.models import read_hf_config
 from nemo_oprd.models.canary.delta_rule import exact_delta_rule
 from nemo_oprd.models.canary.reference import HEAD_ROWS, ReferenceStates
+from nemo_oprd.models.dequantize import StoredTensors
+from nemo_oprd.models.quantization import KEY, Quantization, known_quantization
 
 _LISTS = ("layers", "h", "blocks")  # what transformers calls its lists of decoder layers
 _OTHER_TOWERS = ("vision", "visual", "audio")
@@ -156,6 +160,9 @@ def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it reports the head, which the states don't need
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    quantization = known_quantization(read_hf_config(directory))
+    if quantization is not None:
+        delattr(config, KEY)
     kind, mapping = AutoModel, transformers.MODEL_MAPPING
     if head:
         kind, mapping = AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -163,7 +170,7 @@ def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
         cls = mapping[type(config)]
     except KeyError:
         raise ValueError(f"transformers' {kind.__name__} has no model for {type(config).__name__}") from None
-    model, info = _without_layers(cls).from_pretrained(
+    model, info = _without_layers(cls, quantization).from_pretrained(
         directory,
         config=config,
         dtype=dtype,
@@ -179,25 +186,31 @@ def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
     return model.eval()
 
 
-def _without_layers(cls: Any) -> Any:
+def _without_layers(cls: Any, quantization: Quantization | None) -> Any:
     """A subclass of a transformers model whose `from_pretrained` leaves the layers' tensors in their files."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
     def load_pretrained(model: Any, state_dict: Any, checkpoint_files: list[str], load_config: Any) -> tuple[Any, None]:
         path = _list_of_layers(model)
-        rest, of_layer = _divided(_files(checkpoint_files), model, load_config.weight_mapping or [], path)
+        files = _files(checkpoint_files)
+        stored = StoredTensors(files, quantization, "the model's files")
+        rest, of_layer = _divided(stored.names, model, load_config.weight_mapping or [], path)
 
-        def read(files: dict[str, str]) -> Any:
+        def read(names: list[str]) -> Any:
             with ExitStack() as opened:  # an open file stays mapped, page by page as it is read
-                handles = {
-                    file: opened.enter_context(safe_open(file, framework="pt", device="cpu"))
-                    for file in {*files.values()}
-                }
-                slices = {name: handles[file].get_slice(name) for name, file in files.items()}
+                handles: dict[str, Any] = {}
+
+                def stored_slice(name: str) -> Any:
+                    file = files[name]
+                    if file not in handles:
+                        handles[file] = opened.enter_context(safe_open(file, framework="pt", device="cpu"))
+                    return handles[file].get_slice(name)
+
+                slices = {name: stored.slice(name, stored_slice) for name in names}
                 return convert_and_load_state_dict_in_model(model, slices, load_config, None)[0]
 
         def load(index: int) -> None:
-            read(of_layer.get(index, {}))
+            read(of_layer.get(index, []))
             layer = model.layered.layers[index]
             absent = [name for name, p in (*layer.named_parameters(), *layer.named_buffers()) if p.is_meta]
             if absent:
@@ -223,25 +236,25 @@ def _files(checkpoint_files: list[str]) -> dict[str, str]:
 
 
 def _divided(
-    files: dict[str, str], model: Any, mapping: list[Any], path: str
-) -> tuple[dict[str, str], dict[int, dict[str, str]]]:
-    """The files of (the tensors outside the layers, those of each layer by its index), by names in the checkpoint."""
+    checkpoint: Iterable[str], model: Any, mapping: list[Any], path: str
+) -> tuple[list[str], dict[int, list[str]]]:
+    """(The tensors outside the layers, those of each layer by its index), by their names in the checkpoint."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     names = model.state_dict()
-    rest: dict[str, str] = {}
-    of_layer: dict[int, dict[str, str]] = {}
-    for name, file in files.items():
+    rest: list[str] = []
+    of_layer: dict[int, list[str]] = {}
+    for name in sorted(checkpoint):
         target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
         if target not in names and name in names:
             target = name
         number = target.removeprefix(f"{path}.").partition(".")[0] if target.startswith(f"{path}.") else ""
         if number.isdigit():
-            of_layer.setdefault(int(number), {})[name] = file
+            of_layer.setdefault(int(number), []).append(name)
         else:
-            rest[name] = file
+            rest.append(name)
     return rest, of_layer
 
 

@@ -146,18 +146,28 @@ class SDPAttention(MegatronModule):
             value = value.contiguous()  # a part of the product of all three, which would be kept for the backward pass
         outputs = []
         for bucket in plan.buckets:
-            q, k, v = (bucket.gather(states) for states in (query, key, value))
-            attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            attended = self._attend(*(bucket.gather(states) for states in (query, key, value)))
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return (out if plan.order is None else out.index_select(0, plan.order)).flatten(1)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention of whole sequences: [B, A, T, C], [B, G, T, C], [B, G, T, C] -> [B, A, T, C]."""
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+
+    def _attend_last(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """As `_attend`, of fewer queries than keys, which are those of the last tokens."""
+        from torch.nn.attention.bias import causal_lower_right  # takes half a second: it imports torch's compiler
+
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        bias = causal_lower_right(q.shape[2], k.shape[2])
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
 
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
         """Every context rank gathers all keys and values; their gradient is reduce-scattered."""
-        from torch.nn.attention.bias import causal_lower_right  # takes half a second: it imports torch's compiler
-
         both = torch.cat([key, value], dim=-1)
         # Megatron's mapping for sequence parallelism, applied to the context group
         gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
@@ -166,11 +176,7 @@ class SDPAttention(MegatronModule):
         for row, count, start, keys in plan.chunks:
             q = query[row : row + count].transpose(0, 1)[None]
             k, v = (tensor[start : start + keys].transpose(0, 1)[None] for tensor in (k_all, v_all))
-            groups = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            bias = causal_lower_right(count, keys)
-            attended = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
-            parts.append(attended[0].transpose(0, 1))
+            parts.append(self._attend_last(q, k, v)[0].transpose(0, 1))
         return torch.cat(parts).flatten(1)
 
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> torch.Tensor:

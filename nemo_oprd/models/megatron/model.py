@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
-from nemo_oprd.losses.vocab_parallel import matmul
+from nemo_oprd.losses.vocab_parallel import cap_, matmul
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.attention import SDPAttention
 from nemo_oprd.models.megatron.experts import expert_block_spec, release_weights_after_forward, use_padded_all_gather
@@ -189,6 +189,8 @@ class ModelStage:
     """What the chunks of all models have beside Megatron's: a mixin before `GPTModel` or a subclass of it."""
 
     backend = "transformer_engine"  # what the layers are made of; or "local"
+    own_attention = False  # whether the layers of Transformer Engine have an attention of this project
+    output_cap: float | None = None  # see `losses.vocab_parallel.cap_`
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -212,7 +214,7 @@ class ModelStage:
 
         In bf16 the product is not rounded, as in the losses, so that the sampled policy is the policy that is trained.
         """
-        product = matmul(hidden.flatten(0, 1), self.output_weight().T)
+        product = cap_(matmul(hidden.flatten(0, 1), self.output_weight().T), self.output_cap)
         return gather_from_tensor_model_parallel_region(product, group=self.tp_group).view(*hidden.shape[:2], -1)
 
     def tie_embeddings_and_output_weights_state_dict(

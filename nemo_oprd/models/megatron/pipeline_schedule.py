@@ -54,15 +54,16 @@ class Microbatch:
     pack: Pack
     context: int
 
-    def set_sequence_bounds(self, layers: str) -> None:
-        """Stores the sequences' bounds where the attention of these layers (`ModelStage.backend`) reads them.
+    def set_sequence_bounds(self, model: Any) -> None:
+        """Stores the sequences' bounds where the attention of a model's layers (`ModelStage`) reads them.
 
         `SDPAttention` reads lengths on the host and follows a plan; Transformer Engine reads lengths on the device.
         """
-        if layers == "transformer_engine":
+        engine = model.backend == "transformer_engine"
+        if engine:
             cu_seqlens = on_device(self.pack.cu_seqlens.astype(np.int32))
             self.sequences.cu_seqlens_q = self.sequences.cu_seqlens_kv = cu_seqlens
-        else:
+        if not engine or model.own_attention:
             self.sequences.attention_plan = AttentionPlan.build(self.pack, self.context)
 
 
@@ -121,9 +122,9 @@ def run_schedule(
     """
     layout, config = role.layout, chunks[0].config
     refuse_layer_bypasses(config)
-    layers = getattr(chunks[0], "module", chunks[0]).backend  # inside DDP, if there is one
+    model = getattr(chunks[0], "module", chunks[0])  # inside DDP, if there is one
     for microbatch in microbatches:
-        microbatch.set_sequence_bounds(layers)
+        microbatch.set_sequence_bounds(model)
     if not forward_only:
         config.finalize_model_grads_func = finalize_model_grads if finalize else None
     virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None

@@ -28,6 +28,7 @@ from nemo_oprd.losses.import_path import import_function
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.architecture import LatentAttention
 from nemo_oprd.models.megatron.adopt import adopt
+from nemo_oprd.models.megatron.capped_attention import CappedAttention
 from nemo_oprd.models.megatron.delta_net import use_torch_kernels
 from nemo_oprd.models.megatron.experts import (
     expert_settings,
@@ -53,7 +54,7 @@ from nemo_oprd.models.megatron.observed_layer import ObservedSequences
 from nemo_oprd.models.megatron.parallel import Role, device
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.models.megatron.refusals import check_rope_of
-from nemo_oprd.models.megatron_bridge import gemma3
+from nemo_oprd.models.megatron_bridge import gemma2, gemma3
 from nemo_oprd.models.megatron_bridge.family import bridge_model, import_bridge
 from nemo_oprd.models.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
 
@@ -208,6 +209,7 @@ def build_from_provider(
         chunk.register_load_state_dict_post_hook(norms_need_no_extra_state)
         cls: Any = type(chunk)
         chunk.__class__ = _provided(cls)
+        chunk.own_attention, chunk.output_cap = spec.attention_cap is not None, spec.output_cap
     _check_parameters(chunks, spec, role, depth)
     mark_parameters(chunks, spec)
     return chunks
@@ -235,6 +237,8 @@ def _build_chunk(
     if callable(block) and "pp_rank" in inspect.signature(block).parameters:
         # it would ask Megatron's global groups for the stage
         made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
+    if type(made).__name__ == gemma2.PROVIDER:
+        made.transformer_layer_spec = gemma2.layer_spec
     made.finalize()
     where = span.first, span.last, span.virtual_stage(layout)
     is_gemma3 = type(made).__name__ == gemma3.PROVIDER
@@ -271,7 +275,7 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
         _prepare_latent_attention(model, spec.latent, role)
     if spec.delta is not None:
         _prepare_delta_nets(model, role)
-    if spec.local_rope is not None:
+    if spec.post_norms:
         gemma3.set_epsilon_of_post_norms(model)
     if spec.experts is not None:
         use_routing_of(model, spec.experts)
@@ -337,7 +341,7 @@ def _check_attention(model: Any, provider: str) -> None:
         if type(attention).__name__ == "GatedDeltaNet":  # Megatron-core's, which reads packed sequences
             continue
         core = getattr(attention, "core_attention", None)
-        if not isinstance(core, TEDotProductAttention):
+        if not isinstance(core, TEDotProductAttention | CappedAttention):
             raise ValueError(
                 f"layer {layer.layer_number} of {provider} has the attention {type(core).__name__}, which does not "
                 "read packed sequences; expected TEDotProductAttention: build the model with Transformer Engine's "

@@ -22,7 +22,8 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
         local: that of layers with windows, where it is another one.
 
     Raises:
-        ValueError: Megatron-Bridge would give other layers windows than the config.
+        ValueError: Megatron-Bridge would give other layers windows than the config, or would let no token attend to
+            later ones, where the config does.
     """
     # 0.6.2 reads the share where transformers 4 had it in most families, else rotates all channels
     provider.rotary_percent = rope.share
@@ -32,6 +33,11 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
         _set_latent_rope(provider, rope)
     elif rope.kind == "yarn":
         _set_yarn(provider, rope)
+    if complete.get("use_bidirectional_attention"):
+        raise ValueError(
+            "use_bidirectional_attention=true: tokens would attend to later ones; expected a model that generates: "
+            "choose another one"
+        )
     kinds = complete.get("layer_types")
     if kinds and getattr(provider, "experimental_attention_variant", None) == "gated_delta_net":
         # 0.6.2 has one number for all layers

@@ -34,6 +34,7 @@ from nemo_oprd.models.megatron_bridge.gemma3 import windowed_layers
 from nemo_oprd.models.megatron_bridge.mappings import shape_of, translate
 from nemo_oprd.models.megatron_bridge.provider_fields import MODEL, REFUSED, changed
 from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION
+from nemo_oprd.models.quantization import read_quantization, unquantized
 from nemo_oprd.models.rope import Rope, parse_ropes
 
 _SOURCE = "config.json: "  # before messages, until `bridge_model` says which file
@@ -67,7 +68,7 @@ class BridgeFamily(Family):
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
         """As `Family`: those that Megatron-Bridge derives from the config. None for those that it stores otherwise."""
-        if spec.experts is not None or spec.delta is not None:
+        if spec.experts is not None or spec.delta is not None or spec.attention_cap is not None:
             return None
         provider = bridge_model(spec.hf_config).provider
         fields = {name: getattr(provider, name) for name in (*MODEL, "rotary_base", "rotary_percent")}
@@ -159,6 +160,9 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
     elif getattr(provider, "window_size", None) is not None:
         parts["window"] = provider.window_size[0] + 1
         parts["windowed"] = tuple(map(bool, provider.window_attn_skip_freq))
+    if hasattr(provider, "attn_logit_softcapping"):
+        parts["attention_cap"] = float(provider.attn_logit_softcapping or 0)
+        parts["output_cap"], parts["post_norms"] = provider.final_logit_softcapping or None, True
     parts["sinks"] = getattr(provider, "softmax_type", "vanilla") == "learnable"
     if provider.num_moe_experts:
         frequency = provider.moe_layer_freq
@@ -187,8 +191,9 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
 
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
     """What Megatron-Bridge and transformers make of a config.json. Raises ValueError as `bridge_family`."""
+    read_quantization(hf_config, source)
     try:
-        return _bridge_model(json.dumps(hf_config, sort_keys=True))
+        return _bridge_model(json.dumps(unquantized(hf_config), sort_keys=True))
     except ValueError as error:
         raise ValueError(f"{source}: {str(error).removeprefix(_SOURCE)}") from error
 

@@ -46,7 +46,7 @@ _DENSE = "TP2+SP, PP2, CP2, DP2, full recompute"
 _SPARSE = "TP2+SP, PP2, EP2, CP2, full recompute"
 _ROUTERS = "routers' losses and replay"
 _OF_HYBRID = "multi-token prediction and vision towers are left out"
-_OF_LATENT = f"{_ROUTERS}; queries without a narrow state; fp8 files; multi-token prediction is left out"
+_OF_LATENT = f"{_ROUTERS}; queries without a narrow state; multi-token prediction is left out"
 KINDS: dict[str, Kind] = {
     "gemma": Kind(_DENSE),
     "nemotron": Kind(_DENSE),
@@ -57,12 +57,17 @@ KINDS: dict[str, Kind] = {
         ("default", "linear"),
         "context parallelism; vision towers",
     ),
+    "gemma2": Kind(
+        "TP2+SP, PP2, CP2, DP2, VPP, full recompute",
+        frozenset(("sliding-window attention", "capped attention logits", "capped output logits")),
+        refused="attention to later tokens",
+    ),
     "olmoe": Kind("PP2, EP2, full recompute", frozenset((_EXPERTS,)), refused=f"tensor parallelism; {_ROUTERS}"),
     "gpt_oss": Kind(
         "TP2+SP, PP2, EP2, full recompute",
         frozenset(_GPT_OSS),
         ("default", "yarn"),
-        f"context parallelism, expert_tensor; {_ROUTERS}; MXFP4 files",
+        f"context parallelism, expert_tensor; {_ROUTERS}",
     ),
     "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
     "deepseek_v3": Kind("TP2+SP, PP2, EP2, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT),
@@ -73,7 +78,6 @@ KINDS: dict[str, Kind] = {
 }
 # families that people ask for -> why Megatron-Bridge's model of them is refused
 REFUSED_FAMILIES = {
-    "gemma2": "Megatron-Bridge 0.6.2 caps its attention's logits in a module that reads no packed sequences",
     "gemma4_text": "heads of several sizes, which Megatron-Bridge 0.6.2 cannot describe",
     "nemotron_h": "layers of different kinds",
 }

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from nemo_oprd.layout import Layout
-from nemo_oprd.models import ModelSpec
+from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.architecture import ParamMapping, stack_parts, stacked_part
+from nemo_oprd.models.dequantize import PLAIN_DTYPES, QuantizedSlice, StoredTensors
 from nemo_oprd.models.families.moe import fused_name
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import Role, device, everyones
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
+from nemo_oprd.models.quantization import known_quantization
 from nemo_oprd.models.text_tower import name_in_language_model
 from nemo_oprd.runtime.files import read_json
 
@@ -35,9 +37,12 @@ class HFCheckpoint:
     """Lazily opened safetensors files of an HF model directory; `checkpoint[name]` reads one tensor.
 
     The tensors of a language model inside a larger one have the names that they have in the language model alone.
+    Quantised tensors (`models/quantization.py`) have the names, the shapes and the dtype of unquantised ones, and are
+    dequantised when they are read, those of experts one by one.
 
     Raises:
-        ValueError: the directory has no safetensors files, its index names missing files, or a file can't be read.
+        ValueError: the directory has no safetensors files, its index names missing files, a file can't be read, or a
+            quantised tensor lacks its scales.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -56,6 +61,9 @@ class HFCheckpoint:
                 self._handle_of[name] = handle
                 if name != stored:
                     self._in_files[name] = stored
+        described = (self.path / "config.json").is_file()
+        quantization = known_quantization(read_hf_config(self.path)) if described else None
+        self._tensors = StoredTensors(self._handle_of, quantization, str(self.path))
 
     def _find_files(self) -> list[Path]:
         """The files that the index names; without an index, every safetensors file of the directory."""
@@ -89,7 +97,7 @@ class HFCheckpoint:
 
     def keys(self) -> list[str]:
         """Names of all tensors."""
-        return sorted(self._handle_of)
+        return sorted(self._tensors.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading the data."""
@@ -101,9 +109,11 @@ class HFCheckpoint:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored, expert, half = self._stored(name)
-        if expert is None:
-            return self._handle(stored).get_tensor(self._in_files.get(stored, stored))
         fused = self._slice(stored)
+        if expert is None:
+            if isinstance(fused, QuantizedSlice):
+                return fused[...]
+            return self._handle(stored).get_tensor(self._in_files.get(stored, stored))
         if half is None:
             return fused[expert]
         rows = fused.get_shape()[1]
@@ -115,9 +125,21 @@ class HFCheckpoint:
         if part is not None:
             return whole, part, None
         fused = fused_name(name)
-        return fused if name not in self._handle_of and fused[0] in self._handle_of else (name, None, None)
+        names = self._tensors.names
+        return fused if name not in names and fused[0] in names else (name, None, None)
 
     def _slice(self, name: str) -> Any:
+        """A tensor of which nothing is read yet. Raises ValueError if it stands for other numbers than it holds."""
+        found = self._tensors.slice(name, self._stored_slice)
+        if found.get_dtype() not in PLAIN_DTYPES:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} holds {found.get_dtype()} numbers without scales; expected "
+                "F32, BF16, F16 or F64, or scales in the files and quantization_config in config.json: copy all files "
+                "of the model from its source again"
+            )
+        return found
+
+    def _stored_slice(self, name: str) -> Any:
         return self._handle(name).get_slice(self._in_files.get(name, name))
 
     def _handle(self, name: str) -> safe_open:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
 from nemo_oprd.models import read_hf_config
+from nemo_oprd.models.quantization import unquantized
 from nemo_oprd.runtime.files import replacing_directory
 
 # tensors that transformers keeps in float32 in models of any dtype: the biases of routers
@@ -41,7 +42,7 @@ def write_hf_model(
     with replacing_directory(target) as partial:
         shards, total = _write_shards(tensors, partial, dtype, shard_bytes)
         _name_shards(partial, shards, total)
-        hf_config = dict(read_hf_config(source))
+        hf_config = dict(unquantized(read_hf_config(source)))
         hf_config["dtype" if "dtype" in hf_config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         hf_config |= config_changes or {}
         (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")

@@ -67,7 +67,7 @@ def _last_logits(model: Any, role: Role, sequences: list[list[int]]) -> torch.Te
     rollouts = [Rollout(np.array([], np.int32), np.array(ids, np.int32)) for ids in sequences]
     pack = Pack.build(list(range(len(rollouts))), [len(ids) for ids in sequences], role.layout)
     microbatch = make_microbatch(pack, rollouts, role, None, None)
-    microbatch.set_sequence_bounds(model.backend)
+    microbatch.set_sequence_bounds(model)
     hidden = model(microbatch.input_ids, microbatch.sequences)  # [S, 1, D]
     last = on_device(pack.offsets + np.array(pack.lengths) - 1)
     return model.logits(hidden.index_select(0, last))[:, 0]

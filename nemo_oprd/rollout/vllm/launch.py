@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.config.schema import Config, ServerConfig
-from nemo_oprd.models import ModelSpec
+from nemo_oprd.models import ModelSpec, read_hf_config
+from nemo_oprd.models.quantization import KEY, known_quantization
 from nemo_oprd.models.rope import parse_ropes
 
 # the folder of the project, where scripts/setup_vllm.sh makes the environment
@@ -110,6 +111,9 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(most)]
     if rollout.vllm.tensor > 1:
         arguments += ["--distributed-executor-backend", "mp"]
+    if known_quantization(read_hf_config(directory)) is not None:
+        # the weights that arrive are dequantised
+        arguments += ["--hf-overrides", json.dumps({KEY: None})]
     return [*arguments, *map(str, rollout.vllm.flags)]
 
 

@@ -112,6 +112,7 @@ case("RoPE base", "a position base that is no number", "rope_theta='big' | expec
 case("sliding window", "sliding-window attention", "sliding-window attention | ['sliding_attention'] | expected full attention", prepare=lambda p: p.config(layer_types=["full_attention"] * 2 + ["sliding_attention"]))
 case("dtype", "weights of an unknown dtype", "dtype 'fp12' | expected that of the weights", prepare=lambda p: p.config(dtype="fp12"))
 case("quantized", "quantized weights", "'gptq' | expected unquantized | original", prepare=lambda p: p.config(quantization_config={"quant_method": "gptq"}))
+case("fp8 per tensor", "fp8 weights with one scale per tensor", "'fp8' weights, weight_block_size=None | fp8 with weight_block_size=[ROWS, COLUMNS] | original", prepare=lambda p: p.config(quantization_config={"quant_method": "fp8", "weight_block_size": None}))
 case("code in the model", "a model that brings its own code", "auto_map={{'AutoModel': 'm.M'}} | never run | remove auto_map", prepare=lambda p: p.config(auto_map={"AutoModel": "m.M"}))
 case("another width", "a wider teacher", "width 32 | width 48 | the same width | fit a bridge", "teacher.hf_path=" + str(GOLDEN / "wide_teacher"), command="verify")
 case("norms apart", "a last layer compared with an inner one", "student layer 3 with teacher layer 2 | after the final norm | final_norm=false", "loss.representation.layers=[2,3]", "loss.representation.layer_map={2: 1, 3: 2}")
@@ -138,7 +139,19 @@ def pickled(place: Place) -> None:
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def in_fp8(place: Place, scales: tuple[int, int] | None) -> None:
+    """Q in fp8 with scales of this shape, or without."""
+    import torch
+
+    place.config(quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    place.tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn), **({} if scales is None else {f"{Q}_scale_inv": torch.ones(scales)})}))
+
+
 case("file for a model", "a file where a model's directory belongs", "prompts.jsonl: is a file | expected the directory of a Hugging Face model | name the directory", "student.hf_path={root}/prompts.jsonl")
+case("fp8 without scales", "a quantised tensor without its scales", "q_proj.weight' holds F8_E4M3 numbers without scales | or scales in the files | copy all files", prepare=lambda p: in_fp8(p, None))
+case("other scales", "scales of another shape", "q_proj.weight' has fp8 numbers F8_E4M3 [64, 32] and scales F32 [3, 2] | expected numbers F8_E4M3 and scales F32/BF16/F16/F8_E8M0 [4, 2] | copy", prepare=lambda p: in_fp8(p, (3, 2)))
 case("missing shard", "a shard that the index names and that is not there", "model-00002.safetensors: no such file | 1 of 2 shards | copy it", prepare=lambda p: shard(p, a="model-00002.safetensors"))
 case("shard elsewhere", "an index that names a file elsewhere", "names '../teacher/model.safetensors' | expected a file in | correct the index", prepare=lambda p: shard(p, a="../teacher/model.safetensors"))
 case("broken index", "an index that is not JSON", "index.json: not valid JSON | expected an object with weight_map: copy it", prepare=lambda p: (p.student / "model.safetensors.index.json").write_text("{"), library=r"JSON \((.*?)\);")

@@ -1,0 +1,144 @@
+"""The numbers that quantised tensors of a model's files stand for, as bfloat16 tensors.
+
+Nothing larger than a matrix is computed in float32 at a time: an expert's, or some rows of another one.
+
+Shapes: E experts, O rows of a stored matrix, I columns, G groups of 32 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from nemo_oprd.models.quantization import FP8, MXFP4, Quantization
+
+# OCP Microscaling Formats 1.0: e2m1, whose fourth bit is the sign, and e8m0, whose last value is no number
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NIBBLES = (*_E2M1, *(-value for value in _E2M1))
+_GROUP, _BIAS, _NO_NUMBER = 32, 127, 255
+# as safetensors calls them; the factors of a block are powers of two in some models of DeepSeek
+_OF_NUMBERS = {MXFP4: "U8", FP8: "F8_E4M3"}
+_OF_SCALES = {MXFP4: ("U8",), FP8: ("F32", "BF16", "F16", "F8_E8M0")}
+# types of tensors that stand for themselves
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
+
+
+def dequantize_mxfp4(blocks_OG16: torch.Tensor, scales_OG: torch.Tensor) -> torch.Tensor:
+    """uint8 [O, G, 16] and uint8 [O, G] -> bfloat16 [O, 32 G]; a byte's lower half is the first of its two numbers.
+
+    A number is that of its four bits times 2^(scale - 127), exactly; above bfloat16's range it is infinite.
+    """
+    pairs = torch.tensor([(_NIBBLES[byte & 15], _NIBBLES[byte >> 4]) for byte in range(256)])
+    factors = torch.tensor([2.0 ** (scale - _BIAS) for scale in range(_NO_NUMBER)])
+    numbers = pairs[blocks_OG16.int()].flatten(2).mul_(factors[scales_OG.int()].unsqueeze(-1))
+    return numbers.to(torch.bfloat16).flatten(1)
+
+
+def dequantize_fp8(weight_OI: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """float8 [O, I] and a factor for each block of rows and columns -> bfloat16 [O, I].
+
+    The products are float32, as in the models' own programs, and are rounded then. The last blocks may have fewer rows
+    and columns.
+    """
+    (rows, columns), (size, width) = weight_OI.shape, block
+    found = torch.empty(rows, columns, dtype=torch.bfloat16)
+    for number, start in enumerate(range(0, rows, size)):
+        factors_I = scales[number].float().repeat_interleave(width)[:columns]
+        found[start : start + size] = weight_OI[start : start + size].float() * factors_I
+    return found
+
+
+class StoredTensors:
+    """The tensors of a model's files, by the names that they have in an unquantised model: `names`."""
+
+    def __init__(self, stored: Iterable[str], quantization: Quantization | None, source: str) -> None:
+        """Of the names in the files; messages begin with `source`. Raises ValueError as `Quantization.names`."""
+        stored = set(stored)
+        self._source, self._quantization = source, quantization
+        self._parts = {} if quantization is None else quantization.names(stored, source)
+        parts = {part for both in self._parts.values() for part in both}
+        self.names = (stored - parts) | self._parts.keys()
+
+    def slice(self, name: str, stored_slice: Callable[[str], Any]) -> Any:
+        """One tensor, of which nothing is read yet.
+
+        Args:
+            stored_slice: gives a slice of safetensors by its name in the files.
+
+        Raises:
+            ValueError: as `QuantizedSlice`.
+        """
+        if self._quantization is None or name not in self._parts:
+            return stored_slice(name)
+        values, scales = map(stored_slice, self._parts[name])
+        return QuantizedSlice(f"{self._source}: tensor {name!r}", values, scales, self._quantization)
+
+
+class QuantizedSlice:
+    """A quantised tensor in the place of a slice of safetensors: its shape, and its numbers when they are asked for."""
+
+    def __init__(self, where: str, values: Any, scales: Any, quantization: Quantization) -> None:
+        """A tensor of slices of its numbers and its scales; messages begin with `where`.
+
+        Raises:
+            ValueError: they are not of the format, or do not fit each other.
+        """
+        self._where, self._values, self._scales, self._quantization = where, values, scales, quantization
+        method, kinds = quantization.method, (values.get_dtype(), scales.get_dtype())
+        shape, given = values.get_shape(), scales.get_shape()
+        wanted = self._shape_of_scales(shape)
+        if wanted is None or kinds[0] != _OF_NUMBERS[method] or kinds[1] not in _OF_SCALES[method] or given != wanted:
+            expected = f"scales {'/'.join(_OF_SCALES[method])} {wanted}" if wanted else "another shape"
+            raise ValueError(
+                f"{where} has {method} numbers {kinds[0]} {shape} and scales {kinds[1]} {given}; expected numbers "
+                f"{_OF_NUMBERS[method]} and {expected}: copy the model's files from its source again"
+            )
+
+    def _shape_of_scales(self, shape: list[int]) -> list[int] | None:
+        """That of the scales of numbers of this shape; None: numbers have no such shape."""
+        if self._quantization.method == MXFP4:
+            return shape[:3] if len(shape) == 4 and shape[3] * 2 == _GROUP else None
+        if len(shape) not in (2, 3):
+            return None
+        sizes = zip(shape[-2:], self._quantization.block, strict=True)
+        return [*shape[:-2], *(-(-count // size) for count, size in sizes)]
+
+    def get_shape(self) -> list[int]:
+        """The shape of the tensor: that of gpt-oss's experts is [E, I, O], the transpose of what the files hold."""
+        shape = list(self._values.get_shape())
+        return [shape[0], shape[2] * _GROUP, shape[1]] if self._quantization.method == MXFP4 else shape
+
+    def get_dtype(self) -> str:
+        """bfloat16, as safetensors calls it."""
+        return "BF16"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """bfloat16: all of it for `...`, one expert, or a part of one: (expert, more indices).
+
+        Raises:
+            ValueError: a scale is no number.
+        """
+        first, *more = index if isinstance(index, tuple) else (index,)
+        shape = self.get_shape()
+        if first is not Ellipsis:
+            assert len(shape) == 3 and isinstance(first, int), f"{self._where}: {index}"
+            return self._matrix(first)[tuple(more)]
+        if len(shape) == 2:
+            return dequantize_fp8(self._values[:], self._scales[:], self._quantization.block)
+        found = torch.empty(shape, dtype=torch.bfloat16)
+        for expert in range(shape[0]):
+            found[expert] = self._matrix(expert)
+        return found
+
+    def _matrix(self, expert: int) -> torch.Tensor:
+        values, scales = self._values[expert], self._scales[expert]
+        if self._quantization.method == FP8:
+            return dequantize_fp8(values, scales, self._quantization.block)
+        if (scales == _NO_NUMBER).any():
+            raise ValueError(
+                f"{self._where} has a scale of {_NO_NUMBER} in expert {expert}, which is no number; expected at most "
+                f"{_NO_NUMBER - 1}: copy the model's files from its source again"
+            )
+        return dequantize_mxfp4(values, scales).T
