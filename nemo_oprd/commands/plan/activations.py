@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_oprd.commands.plan.attention_kinds import delta_net_values
+from nemo_oprd.commands.plan.attention_kinds import delta_net_backward_values, delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
@@ -49,8 +49,28 @@ def feed_forward_values(spec: ModelSpec, layout: Layout, kept_by: Layers = "tran
     # without sequence parallelism every tensor rank sends all tokens to their experts
     shared_by = layout.tensor if layout.sequence else 1
     products, states = (5, 4) if kept_by == "transformer_engine" else (6, 1)
+    if spec.experts.biases:  # as rehearsed: the sum with the biases is another tensor, and its halves are clamped
+        products, states = 7, 3
     sparse = spec.experts.per_token * (products * spec.experts.ffn_size + states * spec.hidden_size) / shared_by
+    sparse += shared_expert_values(spec, layout) + routed_values(spec) / shared_by
     return sparse if all(spec.experts.sparse) else max(dense, sparse)
+
+
+def shared_expert_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) -> float:
+    """Values per token of the expert that all tokens visit: its output, and what is kept for its backward pass."""
+    if spec.experts is None or not spec.experts.shared_ffn_size:
+        return 0.0
+    output = spec.hidden_size / (layout.tensor if layout.sequence else 1)
+    return output + (5 * spec.experts.shared_ffn_size / layout.tensor if kept else 0.0)
+
+
+def routed_values(spec: ModelSpec) -> float:
+    """Values per token, of two bytes, of the places that a token has among the visits of experts.
+
+    Those of Transformer Engine's kernel, with which Megatron-Bridge's models move tokens: two integers of four bytes per
+    expert.
+    """
+    return 0.0 if spec.experts is None or spec.family.own else 2.0 * (2 * spec.experts.count + 1)
 
 
 def attention_widths(spec: ModelSpec, tensor: int) -> tuple[float, float]:
@@ -102,7 +122,8 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
     kept = norms + attention + (lse if layers == "transformer_engine" else core) + mlp
     norm = d * (16 if layers == "cpu" else 4 * e)
     # the MLP runs backward first; where attention is wide, its gradients come to more than what the MLP has freed
-    backward = max(spec.hidden_size + f, 4 * q + 2 * kv - 5 * f - 3 * d) * e
+    of_attention = max(4 * q + 2 * kv, delta_net_backward_values(spec) / t)
+    backward = max(spec.hidden_size + f, of_attention - 5 * f - 3 * d) * e
     return LayerBytes(kept, saved, d * e, backward, norm)
 
 

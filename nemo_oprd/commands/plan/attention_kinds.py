@@ -77,13 +77,41 @@ def all_attention_flops(spec: ModelSpec, depth: int, length: float, *, causal: b
 
 
 def delta_net_values(spec: ModelSpec) -> float:
-    """Values per token that a delta net keeps for its backward pass, over all tensor ranks; 0 without one.
+    """Values per token, of two bytes, that a delta net keeps for its backward pass, over all tensor ranks; 0 without one.
 
-    The projections before and after the convolution, queries and keys for every value head, the net's output, and that
-    with its norm and gate. Counted from Megatron's layer; not yet compared with a GPU.
+    The product of the input, the queries and keys after their norm and again for every value head, the values, the
+    rule's output and its corrections within a chunk, that output with its norm and with its gate, the gate and its SiLU in
+    float32, and six numbers per head. As rehearsed with FLA's kernels, and without torch.compile, which would keep less.
     """
     if spec.delta is None:
         return 0.0
     delta = spec.delta
     keys, values = delta.key_heads * delta.key_channels, delta.value_heads * delta.value_channels
-    return 2.0 * (2 * keys + values) + values + 2.0 * delta.value_heads * delta.key_channels + 3.0 * values
+    repeated = delta.value_heads * delta.key_channels
+    return 4.0 * keys + 2.0 * repeated + 10.0 * values + delta.value_heads * (_CHUNK + 14)
+
+
+def delta_net_backward_values(spec: ModelSpec) -> float:
+    """Values per token that a delta net's backward pass has alive beside what it keeps; negative: it has freed more.
+
+    In the rule: states before each chunk and their gradients, keys, values and gradients of both. The output's gate
+    and norm are done by then.
+    """
+    if spec.delta is None:
+        return 0.0
+    delta, states = spec.delta, 2.0 * spec.delta.key_channels * spec.delta.value_channels / _CHUNK
+    rule = delta.value_heads * (states + 5 * delta.key_channels + 4 * delta.value_channels)
+    return rule - 4.0 * delta.value_heads * delta.value_channels
+
+
+def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
+    """Shapes (outputs, inputs) of the weights of attention, over all tensor ranks, without those of latent attention."""
+    d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes = {((2 * q if spec.output_gate else q) + 2 * kv, d), (d, q)}
+    if spec.delta is not None:
+        keys, values = (
+            spec.delta.key_heads * spec.delta.key_channels,
+            spec.delta.value_heads * spec.delta.value_channels,
+        )
+        shapes |= {(2 * keys + 2 * values + 2 * spec.delta.value_heads, d), (d, values)}
+    return shapes

@@ -265,7 +265,7 @@ def _without_sampling(work: Workload, student: Layout, teacher: Layout, rank: in
             always["rollout copy"] = rollout_copy(work)
         targets = target_bytes(work, student, learns)
     if layers == "transformer_engine":
-        always |= engine_buffers(work, student, trains=learns is not None)
+        always |= engine_buffers(work, student, trains=learns is not None, teaches=rank in teacher.ranks)
     phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
     if learns is not None:
         moments = update_memory(work, student, learns, layers=layers)

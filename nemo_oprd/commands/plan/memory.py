@@ -11,9 +11,10 @@ from nemo_oprd.commands.plan.activations import (
     kept_bytes,
     layer_bytes,
     microbatches_in_flight,
+    shared_expert_values,
     transient_bytes,
 )
-from nemo_oprd.commands.plan.attention_kinds import delta_net_values
+from nemo_oprd.commands.plan.attention_kinds import delta_net_values, attention_weight_shapes
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import TeacherWork, Workload
@@ -116,18 +117,20 @@ def gathered_state(work: Workload, layout: Layout) -> float:
     return work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
 
 
-def engine_buffers(work: Workload, layout: Layout, *, trains: bool) -> dict[str, float]:
+def engine_buffers(work: Workload, layout: Layout, *, trains: bool, teaches: bool) -> dict[str, float]:
     """What Transformer Engine keeps on a rank: room for cuBLAS, and for training a gradient per shape of a weight.
 
     Weights' gradients are added to Megatron's buffer inside the product; autograd gets tensors that nobody reads.
     """
-    specs = [work.student] if trains else [teacher.spec for teacher in work.teachers]
+    specs = [*([work.student] if trains else []), *(teacher.spec for teacher in work.own_teachers if teaches)]
     streams = 1 + (GROUPED_STREAMS if any(spec.experts for spec in specs) else 0)
-    spec = work.student
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    spec, d = work.student, work.student.hidden_size
     sizes = [] if spec.experts is not None and all(spec.experts.sparse) else [spec.ffn_size]
     sizes += [spec.experts.ffn_size] if spec.experts is not None else []
-    values = spec.hidden_size * (2 * q + 2 * kv + (3 if spec.gated else 2) * sum(sizes)) / layout.tensor
+    shapes = attention_weight_shapes(spec) | {
+        shape for size in sizes for shape in (((2 if spec.gated else 1) * size, d), (d, size))
+    }
+    values = sum(rows * columns for rows, columns in shapes) / layout.tensor
     return {
         "cuBLAS workspace": float(streams * CUBLAS_WORKSPACE),
         "unread gradients": values * work.value_bytes if trains else 0.0,
@@ -312,4 +315,6 @@ def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
     d = spec.hidden_size / (layout.tensor if layout.sequence else 1)
     q, kv = attention_widths(spec, layout.tensor)
     attention = 2 * d + max((7 if spec.output_gate else 5) * q + 6 * kv, delta_net_values(spec) / layout.tensor)
-    return value_bytes * max(3 * d + feed_forward_values(spec, layout), attention)
+    # what a backward pass would need of the shared expert is gone when the others compute
+    gone = shared_expert_values(spec, layout) - shared_expert_values(spec, layout, kept=False)
+    return value_bytes * max(3 * d + feed_forward_values(spec, layout) - gone, attention)

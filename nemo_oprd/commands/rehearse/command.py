@@ -109,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
             "teacher.engine=vllm: a rehearsal has no servers; expected megatron: rehearse with teacher.engine=megatron "
             "teacher.placement=dedicated for the student's part"
         )
+    layers.make_bridge_importable(options.layers, config)
     run_spec = resolve(config, options.ranks)
     prompt = options.prompt_tokens or config.data.max_prompt_tokens or 256
     response = min(options.response_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     # the plan of memory is that of the longest responses
     planned = estimate(_shortened(run_spec, response), cluster, Lengths(prompt, response))
     ranks = [_rank(options, run_spec)] if options.rank is not None else ranks_of_interest(run_spec, planned)
-    stack = layers.stack(options.layers)
+    stack = layers.stack(options.layers, config)
     print(f"rehearsed: {', '.join(f'{name} {value}' for name, value in stack.items())}", flush=True)
     if options.layers == "local" and config.precision == "bf16":
         print("note: where Transformer Engine is installed, a job has its layers: --layers te rehearses them")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 _DISPATCHER = "how many tokens go to each expert, several times per layer with experts and microbatch"
+_DELTA_NET = "checks of a pack's lengths, five times per layer with a delta net and microbatch"
 # (file, function) of the innermost line, which differ little between versions -> what waits there, and how often
 KNOWN_WAITS = {
     ("nemo_oprd/distillation/target_budget.py", "resident_microbatches"): (
@@ -26,6 +27,12 @@ KNOWN_WAITS = {
     ("megatron/core/transformer/moe/moe_utils.py", "permute"): _DISPATCHER,
     ("megatron/core/transformer/moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize"): _DISPATCHER,
     ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch_postprocess"): _DISPATCHER,
+    ("megatron/core/models/common/embeddings/rope_utils.py", "_apply_rotary_pos_emb_thd"): (
+        "the lengths of a pack, several times per layer with attention and microbatch, where Megatron-Bridge's rotation "
+        "is not fused"
+    ),
+    ("megatron/core/ssm/gated_delta_net/common.py", "_resolve_cu_seqlens"): _DELTA_NET,
+    ("megatron/core/ssm/gated_delta_net/gdn.py", "forward"): _DELTA_NET,
     ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
         "the shape of a pipeline message, twice per message"
     ),

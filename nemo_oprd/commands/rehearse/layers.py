@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.rehearse import te_package
+from nemo_oprd.models.megatron_bridge.provider import OWN
 
 if TYPE_CHECKING:
     from nemo_oprd.commands.rehearse.recorder import Recorder
@@ -23,9 +25,16 @@ def check(choice: Choice, config: Config) -> None:
     """Before anything is started.
 
     Raises:
-        ValueError: the layers are Transformer Engine's, and a job would not take them, or their files are not here.
+        ValueError: the layers are Transformer Engine's, and a job would not take them, or their files are not here; or
+            they are not, and Megatron-Bridge builds a model, which has no others.
     """
+    provided = provided_models(config)
     if choice != "te":
+        if provided:
+            raise ValueError(
+                f"--layers {choice} with {provided[0]}: Megatron-Bridge builds Transformer Engine's layers; expected "
+                "te: rehearse with --layers te (docs/rehearsal.md)"
+            )
         return
     if config.precision != "bf16":
         raise ValueError(
@@ -35,11 +44,34 @@ def check(choice: Choice, config: Config) -> None:
     te_package.version()
 
 
-def stack(choice: Choice) -> dict[str, str]:
+def provided_models(config: Config) -> list[str]:
+    """The settings by which Megatron-Bridge builds models of a run, such as "student.provider=bridge"."""
+    teachers = [
+        (f"teachers[{number}]" if config.teachers else "teacher", source.provider)
+        for number, source in enumerate(config.teacher_sources)
+    ]
+    models = [("student", config.student.provider), *teachers]
+    return [f"{key}.provider={provider}" for key, provider in models if provider != OWN]
+
+
+def make_bridge_importable(choice: Choice, config: Config) -> None:
+    """In the command's own process: Megatron-Bridge reads configs only where Transformer Engine can be imported.
+
+    Where it is not installed, the files that a rank's process takes stand in for it here, too.
+    """
+    if choice == "te" and provided_models(config) and find_spec("transformer_engine") is None:
+        from nemo_oprd.commands.rehearse.te_functions import Functions
+
+        te_package.install(Functions(te_package.folder(), lambda *_: None, lambda *_: None))
+
+
+def stack(choice: Choice, config: Config) -> dict[str, str]:
     """What is rehearsed, for the report: packages with their versions, and the layers."""
     packages = {"torch": version("torch"), "megatron-core": version("megatron-core")}
     if choice == "te":
         packages["transformer-engine"] = te_package.version()
+    if provided_models(config):
+        packages["megatron-bridge"] = version("megatron-bridge")
     return packages | {"layers": NAMES[choice]}
 
 

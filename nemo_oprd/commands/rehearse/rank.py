@@ -85,7 +85,7 @@ def failure_of(error: Exception) -> dict[str, Any]:
 
 def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     """Builds the rank's models, checks gradients, and runs two steps with what is around them."""
-    from nemo_oprd.commands.rehearse import checkpoints, experts, phases
+    from nemo_oprd.commands.rehearse import checkpoints, experts, fla_functions, phases
     from nemo_oprd.commands.rehearse.device_kernels import known_shapes
     from nemo_oprd.commands.rehearse.injections import Injections
     from nemo_oprd.commands.rehearse.invented_inputs import longest_responses, unread_bridges
@@ -102,6 +102,7 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     files = unread_files(run, fake)
     known_shapes()
     experts.install(task["experts_load"], recorder.known)
+    fla_functions.install()
     injections = Injections()
     injections.install(recorder)
     phases.name_parts_of_building(recorder)

@@ -32,8 +32,8 @@ DType = enum.IntEnum(
 )
 _TORCH = {DType.kByte: torch.uint8, DType.kInt32: torch.int32, DType.kFloat32: torch.float32}
 _TORCH |= {DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
-# versions that have every kernel of the layers: cuDNN 9.13, cuBLAS 13
-CUDNN_VERSION, CUBLAS_VERSION, CUBLAS_STREAMS = 91300, 130000, 4
+# versions that have every kernel of the layers: cuDNN 9.18 (a learned term in the softmax of packs), cuBLAS 13
+CUDNN_VERSION, CUBLAS_VERSION, CUBLAS_STREAMS = 91800, 130000, 4
 ATTENTION = "NVTE_F16_arbitrary_seqlen"
 
 
@@ -208,17 +208,24 @@ def _queries_keys_values(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [each for each in args if isinstance(each, torch.Tensor) and each.ndim >= 3][:3]
 
 
+def _learned_terms(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The learned term of each head's softmax [1, heads, 1, 1], if there is one."""
+    tensors = (each for each in _leaves(args) if isinstance(each, torch.Tensor) and each.ndim == 4)
+    return [each for each in tensors if each.shape == (1, each.shape[1], 1, 1)][:1]
+
+
 def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
-    """The output, the logarithm of each head's sum, and the random numbers' state."""
+    """The output, the logarithm of each head's sum, the random numbers' state, and the learned term for the backward."""
     queries, _, values = _queries_keys_values(args)
     out = queries.new_empty((*queries.shape[:-1], values.shape[-1]))
     logarithms = torch.empty(*queries.shape[:-1], 1, dtype=torch.float32, device=queries.device)
-    return [out, logarithms, torch.empty(2, dtype=torch.int64, device=queries.device)]
+    return [out, logarithms, torch.empty(2, dtype=torch.int64, device=queries.device), *_learned_terms(args)]
 
 
 def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
-    """The gradients of queries, keys and values; none of a bias and of an offset."""
-    return [*map(torch.empty_like, _queries_keys_values(args)), None, None]
+    """The gradients of queries, keys and values, none of a bias, and that of a learned term."""
+    learned = [*map(torch.empty_like, _learned_terms(args))] or [None]
+    return [*map(torch.empty_like, _queries_keys_values(args)), None, *learned]
 
 
 def multi_tensor_l2norm(

@@ -205,10 +205,11 @@ def use_routing_of(chunk: torch.nn.Module, experts: Experts) -> None:
 
 
 def release_weights_after_forward(chunk: torch.nn.Module) -> None:
-    """Makes the dispatchers of a built model forget the experts' weights of a pass when it ends.
+    """Makes the dispatchers of a built model forget a pass when it ends: the experts' weights, and where tokens went.
 
     They would keep them until the next pass. Where a layer is computed again in the backward pass, the weights lead to
-    the layer's input and its gradient, which would then stay in memory for every layer until the next step.
+    the layer's input and its gradient, which would then stay in memory for every layer until the next step. The places
+    of tokens are two numbers per token and expert, in a teacher's layers, too.
     """
     for module in chunk.modules():
         if isinstance(module, MoELayer):
@@ -216,7 +217,7 @@ def release_weights_after_forward(chunk: torch.nn.Module) -> None:
 
 
 def _release_weights(layer: Any, arguments: Any, output: Any) -> None:
-    for name in ("probs", "local_probs"):
+    for name in ("probs", "local_probs", "routing_map", "reversed_local_input_permutation_mapping"):
         if hasattr(layer.token_dispatcher, name):
             setattr(layer.token_dispatcher, name, None)
 

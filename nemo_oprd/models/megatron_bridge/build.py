@@ -58,6 +58,8 @@ from nemo_oprd.models.megatron_bridge import gemma2, gemma3
 from nemo_oprd.models.megatron_bridge.family import bridge_model, import_bridge
 from nemo_oprd.models.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
 
+# since when cuDNN's attention has a learned term in the softmax of packs, as Transformer Engine 2.20 says
+NEEDED_CUDNN = (9, 18, 0)
 # Megatron sets Transformer Engine's choice for the whole process, which may hold models of two families
 _OFF = {**OFF, "attention_backend": AttnBackend.auto}
 
@@ -193,6 +195,8 @@ def build_from_provider(
     layout.layers_per_stage(spec.num_layers)
     if spec.delta is not None:
         use_torch_kernels()
+    if spec.sinks and torch.cuda.is_available():
+        _check_fused_attention()
     chunks = []
     for span in chunk_spans(spec, role):
         model = _build_chunk(provider, spec, role, dtype, span, training)
@@ -328,6 +332,20 @@ def _sum_over(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.Tensor:
     total = gradient.clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def _check_fused_attention() -> None:
+    """Raises ValueError if a learned term in the softmax would make attention build the products of all tokens."""
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    found = get_cudnn_version()
+    if found < NEEDED_CUDNN:
+        version, needed = (".".join(map(str, each)) for each in (found, NEEDED_CUDNN))
+        raise ValueError(
+            f"cuDNN {version}, whose attention has no learned term in the softmax of packed sequences: Transformer Engine "
+            f"would build a matrix of all products of tokens; expected cuDNN {needed} or later: use a newer container, or "
+            "teacher.engine=vllm for a teacher"
+        )
 
 
 def _check_attention(model: Any, provider: str) -> None:

@@ -112,7 +112,7 @@ def parse_bridge_model(family: Family, hf_config: dict, source: str) -> ModelSpe
         model_type=family.model_type,
         num_layers=provider.num_layers,
         hidden_size=provider.hidden_size,
-        ffn_size=provider.ffn_hidden_size,
+        ffn_size=provider.ffn_hidden_size or 0,  # none where all layers have experts and the config names no size
         num_heads=heads,
         num_kv_heads=groups,
         head_dim=head_dim,

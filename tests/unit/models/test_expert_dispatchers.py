@@ -15,11 +15,14 @@ class Layer(MoELayer):
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
-        self.token_dispatcher = SimpleNamespace(probs=None, local_probs=None)
+        self.token_dispatcher = SimpleNamespace(
+            probs=None, local_probs=None, reversed_local_input_permutation_mapping=None
+        )
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Keeps weights that lead to the states, as Megatron's dispatchers do."""
         self.token_dispatcher.probs = self.token_dispatcher.local_probs = states.softmax(-1)
+        self.token_dispatcher.reversed_local_input_permutation_mapping = states.argsort(-1)
         return states * self.token_dispatcher.probs
 
 
@@ -33,4 +36,5 @@ def test_a_dispatcher_forgets_a_pass_when_it_ends() -> None:
     release_weights_after_forward(chunk)
     chunk(states).sum().backward()
     assert layer.token_dispatcher.probs is None and layer.token_dispatcher.local_probs is None
+    assert layer.token_dispatcher.reversed_local_input_permutation_mapping is None
     assert states.grad is not None
