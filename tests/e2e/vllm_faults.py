@@ -46,8 +46,8 @@ def stale_head() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir()
     for file in server.WORKER_FOLDER.glob("*.py"):
-        (folder / file.name).write_text(file.read_text().replace("        pack_tied_heads(self.model)\n", ""))
-    assert "pack_tied_heads(self.model)" not in (folder / "nemo_oprd_worker.py").read_text()
+        (folder / file.name).write_text(file.read_text().replace("    _pack_tied_heads(model)\n", ""))
+    assert "    _pack_tied_heads(model)" not in (folder / "nemo_oprd_reload.py").read_text()
     del sys.argv[1]
     server.WORKER_FOLDER = folder
 

@@ -150,11 +150,18 @@ class UpdateCalls:
         """Compares what all workers received, and lets the server sample from it."""
         received = await self._client.ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
         for worker, found in enumerate(received):
+            stale = found.pop("stale", [])
             if found != {"digest": digest, "tensors": self.tensors}:
                 raise ServerRefused(
                     f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
                     f"{found['digest']}, expected {self.tensors} with {digest}: the weights did not "
                     "arrive as sent; restart the server"
+                )
+            if stale:
+                raise ServerRefused(
+                    f"{server.name}, worker {worker}: {len(stale)} module(s) such as {stale[0]!r} took none of the "
+                    "weights that came, and would keep the old ones; expected all of them: this vLLM can't reload the "
+                    "model, choose another version or rollout.engine=megatron"
                 )
         body = {"weight_version": version}
         await self._client.post_watched(server, "/finish_weight_update", body, timeout=LOAD_TIMEOUT_S)

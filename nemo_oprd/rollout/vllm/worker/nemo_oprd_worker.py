@@ -23,9 +23,9 @@ import torch.distributed as dist
 from nemo_oprd_buckets import Bucket, Digest, receive_all
 from nemo_oprd_files import open_bucket
 from nemo_oprd_group import Group
+from nemo_oprd_reload import begin_reload, finish_reload, give_up_reload, load, not_loaded
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 BACKEND = "nemo_oprd"
@@ -100,7 +100,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
         self.give_up()
         self.unfinished = True
-        initialize_layerwise_reload(self.model)
+        begin_reload(self.model)
         self.digest = Digest()
 
     def give_up(self) -> None:
@@ -110,7 +110,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         them would count them to the next update.
         """
         if self.unfinished:
-            finalize_layerwise_reload(self.model, self.model_config)
+            give_up_reload(self.model, self.model_config)
             self.unfinished = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             receive_all(self.group, self._load)
 
     def _load(self, bucket: Bucket) -> None:
-        self.model.load_weights(bucket.tensors())
+        load(self.model, bucket.tensors())
         self.digest.add(bucket)
 
     def _shared_memory(self, update_info: UpdateInfo) -> torch.Tensor:
@@ -144,10 +144,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Rebuilds what waited, and the packed copies that vLLM's reload leaves stale."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        finish_reload(self.model, self.model_config)
         self.unfinished = False
-        pack_tied_heads(self.model)
-        pack_experts(self.model)
 
     def shutdown(self) -> None:
         """Leaves the process group."""
@@ -163,22 +161,6 @@ def map_bucket(path: str, size: int) -> torch.Tensor:
         os.close(file)
 
 
-def pack_tied_heads(model: Any) -> None:
-    """Packs CPU matrices again that kept their weight: vLLM's reload leaves the packed copy of a tied head stale."""
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel():
-            module.quant_method.process_weights_after_loading(module)
-
-
-def pack_experts(model: Any) -> None:
-    """Packs experts for the CPU's kernel: vLLM does so when it makes the kernel, and not when weights are reloaded."""
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and module.w13_weight.device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
-
-
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 
@@ -187,9 +169,10 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker; the trainer calls them by `/collective_rpc`."""
 
     def nemo_oprd_received(self) -> dict[str, Any]:
-        """Digest and number of the tensors that came since the last `start_weight_update`."""
-        digest = self.weight_transfer_engine.digest  # type: ignore[attr-defined]
-        return {"digest": digest.value(), "tensors": len(digest.tensors)}
+        """Of the tensors that came since the last `start_weight_update`: digest, number, modules that took none."""
+        engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
+        stale = not_loaded(engine.model)
+        return {"digest": engine.digest.value(), "tensors": len(engine.digest.tensors), "stale": stale}
 
     def nemo_oprd_give_up(self) -> None:
         """Ends an update that a trainer has begun and never finished, so that the next one can begin."""

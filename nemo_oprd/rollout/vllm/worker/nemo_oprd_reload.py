@@ -1,0 +1,121 @@
+"""Reloading all weights of a model in vLLM's worker, and what vLLM's own reload of layers leaves as it was.
+
+vLLM rebuilds a layer once its tensors have come through the `weight_loader` of its parameters. Three things escape that:
+packed copies of tied heads and of experts on a CPU, and parameters into which a model copies tensors itself, as gpt-oss
+does with its experts and the learned terms of its softmax. While it is reloaded, such a parameter is a tensor on the
+meta device, so the copy is lost without an error, and the layer keeps its old weights.
+
+Like the module that uses it, this one runs in vLLM's environment without anything of nemo_oprd's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    is_deferred_attention_layer,
+    make_online_process_loader,
+)
+
+# parameters that a model's `load_weights` copies into, by the end of their names; those of `_DATA` by way of `.data`
+_COPIED = ("experts.w13_weight", "experts.w2_weight", "experts.w13_bias", "experts.w2_bias")
+_DATA = (".sinks",)
+_COPYING_MODELS = ("GptOssForCausalLM",)
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    """Prepares the reload: a layer is rebuilt once all of its tensors have come."""
+    initialize_layerwise_reload(model)
+    if type(model).__name__ not in _COPYING_MODELS:
+        return
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and f"{module_name}.{name}".endswith(_COPIED + _DATA):
+                _count_copies(module, name, parameter)
+
+
+def _count_copies(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    """Lets `parameter.copy_` do what its `weight_loader` does, which then only copies."""
+    parameter.weight_loader = _copy
+    loader = make_online_process_loader(module, name)
+    parameter.weight_loader = loader
+    parameter.copy_ = lambda tensor: loader(parameter, tensor)
+
+
+def _copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.__dict__.pop("copy_", None)  # the rebuilt parameter has the attributes of the one on the meta device
+    param.data.copy_(loaded_weight)
+
+
+def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Loads some tensors; all of a model's have to come between `begin_reload` and `finish_reload`."""
+    if type(model).__name__ in _COPYING_MODELS:
+        tensors = _without_copies_of_data(model, tensors)
+    model.load_weights(tensors)
+
+
+def _without_copies_of_data(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Loads those that the model would copy by way of `.data`: this rank's part of the first dimension."""
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, tensor in tensors:
+        if not name.endswith(_DATA):
+            yield name, tensor
+            continue
+        ((mapped, tensor),) = model.hf_to_vllm_mapper.apply([(name, tensor)])  # type: ignore[operator, union-attr]
+        parameter = parameters[mapped]
+        size = parameter.shape[0]
+        parameter.weight_loader(parameter, tensor.narrow(0, get_tensor_model_parallel_rank() * size, size))
+
+
+def not_loaded(model: torch.nn.Module) -> list[str]:
+    """The modules that got none of their weights since `begin_reload`, and would keep the old ones without an error.
+
+    Tied weights belong to several modules and come once; attention's own parameters, scales of its cache, never come.
+    """
+    fresh = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if not parameter.is_meta}
+    found = []
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if not info.can_load() or info.load_numel > 0 or info.kernel_tensors is None:
+            continue
+        parameters = info.kernel_tensors[0].values()
+        stale = [each for each in parameters if each.untyped_storage().data_ptr() not in fresh]
+        if stale and not is_deferred_attention_layer(module):
+            found.append(name)
+    return found
+
+
+def give_up_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Ends a reload whose tensors have not all come; the model is of no use before another one."""
+    finalize_layerwise_reload(model, model_config)
+
+
+def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Rebuilds what waited, and the packed copies."""
+    finalize_layerwise_reload(model, model_config)
+    _pack_tied_heads(model)
+    _pack_experts(model)
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """Packs CPU matrices again that kept their weight: vLLM's reload leaves the packed copy of a tied head stale."""
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.numel():
+            method.process_weights_after_loading(module)
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """Packs experts for the CPU's kernel: vLLM does so when it makes the kernel, and not when weights are reloaded."""
+    for module in model.modules():
+        kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w13_weight.device.type == "cpu":  # type: ignore[union-attr]
+            kernel.fused_experts.process_weights_after_loading(module)
