@@ -282,7 +282,7 @@ PLANTED = {
     "gpt_oss no sinks": (1, 0, "a weight of this layer is another one"),
     "gpt_oss window longer": (1, 4, "the sliding window is 4: the engine's is longer"),
     "gemma2 window longer": (1, 4, "the sliding window is 4: the engine's is longer"),
-    "gemma2 no cap": (1, 1, "a weight of this layer is another one"),
+    "gemma2 no cap": (1, 1, "how tokens see earlier ones"),
     "gemma3_text window shorter": (1, 3, "the sliding window is 4: the engine's is shorter"),
     "gemma3_text epsilon": (1, 0, "a weight of this layer is another one"),
 }

@@ -252,6 +252,38 @@ def test_chunks(loss: OutputLoss, chunk_tokens: int, slab: int, monkeypatch: pyt
     assert frozen.head is None and torch.equal(frozen.hidden, ours.hidden)
 
 
+@pytest.mark.parametrize(
+    "loss", [OutputLoss("top_k", 4), OutputLoss("full_vocab"), OutputLoss("sampled_token")], ids=name
+)
+@pytest.mark.parametrize("caps", [(1.5, None), (None, 0.7), (1.5, 0.7)])
+def test_bounded_logits(loss: OutputLoss, caps: tuple[float | None, float | None]) -> None:
+    """A student's and a teacher's cap, against autograd through cap * tanh(logits / cap)."""
+
+    def bounded(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    case = problem(7)
+    case["shard"] = VocabShard(0, PADDED, REAL, cap=caps[0])
+    case["teacher"] = TeacherStates(case["teacher"].hidden, case["teacher"].head, caps[1])
+    ours = chunked_output_loss(loss, **case, chunk_tokens=3)
+    hidden, head = case["hidden_ND"].clone().requires_grad_(), case["head_VD"].clone().requires_grad_()
+    student = bounded(hidden @ head[:REAL].T, caps[0])
+    teacher = bounded(case["teacher"].hidden @ case["teacher"].head[:REAL].T, caps[1])
+    rows = [plain_row(loss, student[i], teacher[i], int(case["tokens_N"][i]), None) for i in range(7)]
+    weights = case["weight_N"].double()
+    total = sum(w * surrogate for w, (_, surrogate) in zip(weights, rows, strict=True))
+    grad_hidden, grad_head = torch.autograd.grad(total, [hidden, head])
+    torch.testing.assert_close(ours.hidden, grad_hidden, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(ours.head, grad_head.nan_to_num(), rtol=1e-10, atol=1e-13)
+    expected = sum(w * value.detach() for w, (value, _) in zip(weights, rows, strict=True))
+    assert float(ours.sums.loss) == pytest.approx(float(expected), rel=1e-12)
+    logprob, _ = chunked_logprob(
+        hidden.detach(), case["head_VD"], case["tokens_N"], case["shard"], temperature=0.7, chunk_tokens=4
+    )
+    plain = (student.detach() / 0.7).log_softmax(-1).gather(1, case["tokens_N"][:, None])[:, 0]
+    torch.testing.assert_close(logprob, plain, rtol=1e-12, atol=1e-14)
+
+
 def test_logprob_of_the_teacher_is_what_the_student_needs() -> None:
     loss, case = OutputLoss("sampled_token", temperature=0.7), problem(11)
     full = chunked_output_loss(loss, **case, chunk_tokens=5)
