@@ -3,8 +3,9 @@
     python -m benchmarks.plan_table
     PYTHONPATH=.:tests/functional/te_stand_in .venv-nemo-bridge/bin/python -m benchmarks.plan_table --megatron-bridge
 
-The second command is for the recipes with models of Megatron-Bridge, in whose environment (`scripts/setup_nemo_bridge.sh`) their
-configs are read. The shapes are those of the published models' config.json (`tests/support/recipe_models.py`).
+The second command is for the recipes with models of Megatron-Bridge, whose configs are read in its environment
+(`scripts/setup_nemo_bridge.sh`). The shapes are those of the published models' config.json
+(`tests/support/recipe_models.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.setup.resolve import resolve
 from tests.support.recipe_models import OF_MEGATRON_BRIDGE, RECIPES, write_models
 
-# nodes and engines of the rows; one node is too small for 30 billion parameters, whose recipe samples with vLLM, as those of
-# families do for which the in-process engine has no cache
-ROWS = {name: ((2, 4, 8), ("vllm",)) for name in ("oprd_qwen3_30b_a3b", *OF_MEGATRON_BRIDGE)}
+# nodes and engines of the rows; one node is too small for 30 billion parameters, whose recipe samples with vLLM, as
+# recipes do of families for which the in-process engine has no cache
+ROWS = dict.fromkeys(("oprd_qwen3_30b_a3b", *OF_MEGATRON_BRIDGE), ((2, 4, 8), ("vllm",)))
 NODES, ENGINES, GPUS_PER_NODE = (1, 2, 8), ("megatron", "vllm"), 8
 RESPONSE, PROBLEMS = 8000, 143
 # the recipes whose models this project builds

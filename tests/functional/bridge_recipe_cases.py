@@ -1,4 +1,4 @@
-"""Cases of test_bridge_recipes.py, which run in Megatron-Bridge's environment; see `megatron_bridge_environment.run`."""
+"""Cases of test_bridge_recipes.py, which `megatron_bridge_environment.run` runs in Megatron-Bridge's environment."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ _SMOLLM2 = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-# read in three places: an inventory of the published snapshot, the sizes with which other projects train it, and the defaults
-# of transformers' config, which are this model's; the dense one in a copy of its config.json and in two lists of its sizes
+# Sizes of the one with experts: an inventory of the published snapshot, with which the defaults of transformers' config
+# and the settings of another trainer agree. Of the dense one: a copy of its config.json, and a list of its sizes.
 _QWEN3_5 = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",

@@ -14,7 +14,7 @@ from nemo_oprd.commands.plan.activations import (
     shared_expert_values,
     transient_bytes,
 )
-from nemo_oprd.commands.plan.attention_kinds import delta_net_values, attention_weight_shapes
+from nemo_oprd.commands.plan.attention_kinds import attention_weight_shapes, delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import TeacherWork, Workload

@@ -9,6 +9,8 @@ from typing import Any
 from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.rope import Rope, parse_rope
+from nemo_oprd.models.text_tower import language_model_architecture
+from nemo_oprd.runtime.files import read_json
 
 # the folder of the project, where scripts/setup_vllm.sh makes the environment
 DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
@@ -108,6 +110,9 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         # on a CPU, a response with a seed of its own ends the engine if its prompt is computed in parts
         most = max(spec.max_positions, CPU_BATCHED_TOKENS)
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(most)]
+    inner = language_model_architecture(read_json(directory / "config.json", "a model's config", "copy it again"))
+    if inner is not None:  # the trainer sends the language model's weights, by the names that it has alone
+        arguments += ["--hf-overrides", json.dumps({"architectures": [inner]})]
     if rollout.vllm.tensor > 1:
         arguments += ["--distributed-executor-backend", "mp"]
     return [*arguments, *map(str, rollout.vllm.flags)]
@@ -150,6 +155,12 @@ def _experts(spec: ModelSpec) -> list[int | bool] | None:
 def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Rope | Any:
     """The RoPE that a server's config says, as `spec.rope`; what it says where that is none that is supported here."""
     try:
-        return parse_rope({"rope_parameters": rope_parameters}, "server", head_dim=spec.head_dim, partial=True)
+        return parse_rope(
+            {"rope_parameters": rope_parameters},
+            "server",
+            head_dim=spec.head_dim,
+            partial=True,
+            axes=spec.delta is not None,
+        )
     except ValueError:
         return rope_parameters
