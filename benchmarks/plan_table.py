@@ -1,14 +1,18 @@
 """The table of docs/plan.md: what the shipped recipes need on some nodes of 8 GPUs, as `nemo-oprd plan` says.
 
     python -m benchmarks.plan_table
+    PYTHONPATH=.:tests/functional/te_stand_in .venv-nemo-bridge/bin/python -m benchmarks.plan_table --megatron-bridge
 
-The shapes are those of the published models' config.json (`tests/support/recipe_models.py`).
+The second command is for the recipes with models of Megatron-Bridge, whose configs are read in its environment
+(`scripts/setup_nemo_bridge.sh`). The shapes are those of the published models' config.json
+(`tests/support/recipe_models.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -16,12 +20,15 @@ from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.setup.resolve import resolve
-from tests.support.recipe_models import RECIPES, write_models
+from tests.support.recipe_models import OF_MEGATRON_BRIDGE, RECIPES, write_models
 
-# nodes and engines of the rows; one node is too small for 30 billion parameters, whose recipe samples with vLLM
-ROWS = {"oprd_qwen3_30b_a3b": ((2, 4, 8), ("vllm",))}
+# nodes and engines of the rows; one node is too small for 30 billion parameters, whose recipe samples with vLLM, as
+# recipes do of families for which the in-process engine has no cache
+ROWS = dict.fromkeys(("oprd_qwen3_30b_a3b", *OF_MEGATRON_BRIDGE), ((2, 4, 8), ("vllm",)))
 NODES, ENGINES, GPUS_PER_NODE = (1, 2, 8), ("megatron", "vllm"), 8
 RESPONSE, PROBLEMS = 8000, 143
+# the recipes whose models this project builds
+OWN = tuple(name for name in RECIPES if name not in OF_MEGATRON_BRIDGE)
 
 
 def planned(recipe: str, place: Path, nodes: int, engine: str) -> Estimate:
@@ -36,8 +43,8 @@ def planned(recipe: str, place: Path, nodes: int, engine: str) -> Estimate:
     )
 
 
-def table() -> list[str]:
-    """The lines of the table."""
+def table(recipes: Sequence[str]) -> list[str]:
+    """The lines of a table of these recipes."""
     lines = [
         "| recipe | nodes | engine | GB, reached in | seconds per step (sampling) | 500 steps | evaluation |",
         "|---|---|---|---|---|---|---|",
@@ -45,7 +52,7 @@ def table() -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / "models"
         write_models(place)
-        for recipe in RECIPES:
+        for recipe in recipes:
             for nodes, engine in product(*ROWS.get(recipe, (NODES, ENGINES))):
                 found = planned(recipe, place, nodes, engine)
                 memory = found.kinds[0].memory
@@ -61,8 +68,9 @@ def table() -> list[str]:
 
 def main() -> None:
     """Prints the table."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print("\n".join(table()))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megatron-bridge", action="store_true", help="of the recipes with Megatron-Bridge's models")
+    print("\n".join(table(OF_MEGATRON_BRIDGE if parser.parse_args().megatron_bridge else OWN)))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tests.support.planted_models import (
     write_rows,
     write_tokenizer,
 )
+from tests.support.recipe_models import OF_MEGATRON_BRIDGE
 
 Plant = Callable[[Path], None]
 ROPE = "rope_parameters"
@@ -55,7 +56,9 @@ class Case:
 def base_overrides(config: str, root: Path) -> list[str]:
     """The settings that put the tiny models and files into a shipped configuration."""
     pairs = {
+        "bridge_gpt_oss_20b_to_qwen3_4b": ("student", "wide"),
         "bridge_phi4mini_to_qwen3_1p7b": ("student", "wide"),
+        "bridge_qwen3p5_35b_a3b_to_4b": ("student", "wide"),
         "bridge_qwen3_4b_to_1p7b": ("student", "wide"),
         "bridge_then_opd_qwen3_4b_to_1p7b": ("student", "wide"),
         "oprd_qwen3_30b_a3b": ("moe", "moe_teacher"),
@@ -73,6 +76,8 @@ def base_overrides(config: str, root: Path) -> list[str]:
         settings += [f"teacher.hf_path={root / teacher}"]
     if config == "quickstart":
         settings += ["student.parallel.tensor=1", "student.checkpoint=null", "teacher.checkpoint=null"]
+    if config in OF_MEGATRON_BRIDGE:
+        settings += ["student.provider=own", "teacher.provider=own"]
     if config == "real_model":
         settings += ["loss.representation.layer_map={1:1,2:2,3:3,4:10}"]
     return settings
@@ -192,7 +197,8 @@ BOTH = ("student", "teacher")
 SYSTEM = TEMPLATE.replace("{% for m", "<|im_start|>system\n" + SUFFIX + "<|im_end|>\n{% for m", 1)
 HEALTHY = [
     *(Case(f"shipped: {name}", None, config=name) for name in (
-        "bridge_phi4mini_to_qwen3_1p7b", "bridge_qwen3_4b_to_1p7b", "bridge_then_opd_qwen3_4b_to_1p7b",
+        "bridge_gpt_oss_20b_to_qwen3_4b", "bridge_phi4mini_to_qwen3_1p7b", "bridge_qwen3_4b_to_1p7b",
+        "bridge_qwen3p5_35b_a3b_to_4b", "bridge_then_opd_qwen3_4b_to_1p7b",
         "merge_two_teachers_1p5b", "opd_full_1p5b", "opd_top16_1p5b", "opd_top1_1p5b", "oprd_1p5b",
         "oprd_prefix_1p5b",
         "oprd_opd_mu10_1p5b", "oprd_opd_mu1_1p5b", "oprd_qwen3_30b_a3b", "quickstart", "real_model",

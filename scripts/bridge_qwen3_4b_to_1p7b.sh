@@ -3,6 +3,7 @@
 #
 # Stage 1 fits the bridge in $BRIDGE unless it exists, stage 2 distils through the bridge. Settings apply to both stages;
 # the variable chooses the bridge's directory: BRIDGE=bridges/mine sbatch scripts/bridge_qwen3_4b_to_1p7b.sh bridge.rank=16
+# The scripts of other pairs set CONFIG, BRIDGE and PAIR_SIZES, the sizes of their models' layouts, and run this one.
 # With --dry-run it prints what each stage needs and starts nothing. scripts/slurm_job.sh describes that, containers, and
 # what happens at the time limit and after a requeue.
 #SBATCH --job-name=bridge_qwen3_4b_to_1p7b
@@ -22,11 +23,11 @@ export CONFIG=${CONFIG:-bridge_qwen3_4b_to_1p7b}
 BRIDGE=${BRIDGE:-bridges/qwen3_4b_to_1p7b}
 . scripts/slurm_job.sh
 
-SIZES=(student.parallel.tensor=2 teacher.parallel.tensor=2 rollout.tensor=1)
+words sizes "${PAIR_SIZES:-student.parallel.tensor=2 teacher.parallel.tensor=2 rollout.tensor=1}"
 if [ ! -f "$BRIDGE/bridge.json" ]; then # fit-bridge writes this file last
-  on_all_ranks fit-bridge "${SIZES[@]}" "$@" output="$BRIDGE"
+  on_all_ranks fit-bridge "${sizes[@]}" "$@" output="$BRIDGE"
 fi
 if [ "$code" -eq 0 ]; then
-  on_all_ranks train "${SIZES[@]}" bridge.path="$BRIDGE" "$@"
+  on_all_ranks train "${sizes[@]}" bridge.path="$BRIDGE" "$@"
 fi
 leave

@@ -205,7 +205,7 @@ def _rows(
     student_CV = head_logits(hidden_ND[chunk], head_VD, shard)
     slope_CV = None
     if with_grad and shard.cap is not None:  # the derivative of `cap_`
-        slope_CV = 1 - (student_CV / shard.cap).square_()
+        slope_CV = (student_CV / shard.cap).square_().neg_().add_(1)
     teacher_CV = None
     if isinstance(teacher, TeacherStates):
         # from here on, both models have the student's precision

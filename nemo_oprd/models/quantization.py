@@ -100,9 +100,16 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def forget_quantization(config: Any) -> None:
+    """Removes the setting from a config of transformers, and from that of the language model in it."""
+    for each in (config, config.get_text_config()):
+        if hasattr(each, KEY):
+            delattr(each, KEY)
+
+
 def unquantized(hf_config: dict) -> dict:
     """The config of the model with dequantised weights; another model's config is returned as it is."""
     if known_quantization(hf_config) is None:
         return hf_config
-    key = "torch_dtype" if "torch_dtype" in hf_config and "dtype" not in hf_config else "dtype"
-    return {**{name: value for name, value in hf_config.items() if name != KEY}, key: _DTYPE}
+    keys = [key for key in ("torch_dtype", "dtype") if key in hf_config] or ["dtype"]
+    return {name: value for name, value in hf_config.items() if name != KEY} | dict.fromkeys(keys, _DTYPE)

@@ -24,7 +24,7 @@ def language_model_config(hf_config: dict, source: str) -> dict:
     Raises:
         ValueError: there is no language model in it, or the two configs contradict each other.
     """
-    architecture = _ARCHITECTURES.get(str(hf_config.get("model_type")))
+    architecture = language_model_architecture(hf_config)
     if architecture is None:
         return hf_config
     text = hf_config.get("text_config")
@@ -38,6 +38,11 @@ def language_model_config(hf_config: dict, source: str) -> dict:
             )
     shared = {key: hf_config[key] for key in (*_SHARED, *_IDS) if key in hf_config}
     return {**shared, **text, "architectures": [architecture]}
+
+
+def language_model_architecture(hf_config: dict) -> str | None:
+    """The architecture of the language model in a config.json of a model for text and pictures; None for others."""
+    return _ARCHITECTURES.get(str(hf_config.get("model_type")))
 
 
 def name_in_language_model(name: str) -> str:

@@ -60,6 +60,65 @@ _SMOLLM2 = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+# Sizes of the one with experts: an inventory of the published snapshot, with which the defaults of transformers' config
+# and the settings of another trainer agree. Of the dense one: a copy of its config.json, and a list of its sizes.
+_QWEN3_5 = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "mtp_num_hidden_layers": 1,
+    "dtype": "bfloat16",
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+}
+# as in its config.json, but for `quantization_config`: the weights in bfloat16
+_GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "DeepSeek-R1-Distill-Qwen-1.5B": _R1,
     "JustRL-DeepSeek-1.5B": _R1,
@@ -94,6 +153,47 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "Qwen3-30B-A3B": _QWEN3_30B_A3B,
     "Qwen3-30B-A3B-specialist": _QWEN3_30B_A3B,
+    "Qwen3-4B-Base": {
+        **_QWEN3,
+        "num_hidden_layers": 36,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+    # a model for text and pictures, whose language model is in text_config
+    "Qwen3.5-4B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": True,
+        "text_config": {
+            **_QWEN3_5,
+            "model_type": "qwen3_5_text",
+            "num_hidden_layers": 32,
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        },
+    },
+    "Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": {
+            **_QWEN3_5,
+            "model_type": "qwen3_5_moe_text",
+            "num_hidden_layers": 40,
+            "hidden_size": 2048,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+        },
+    },
+    "gpt-oss-20b": _GPT_OSS_20B,
     "toy": _TOY,
     "SmolLM2-135M-Instruct": _SMOLLM2,
 }
@@ -125,7 +225,21 @@ RECIPES = {
         ["student.parallel.pipeline=2", "student.parallel.expert=8", "teacher.parallel.tensor=2",
          "teacher.parallel.sequence=true", "teacher.parallel.expert=8"],
     ),
+    "bridge_qwen3p5_35b_a3b_to_4b": (
+        "Qwen3.5-4B",
+        "Qwen3.5-35B-A3B",
+        ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.expert=8"],
+    ),
+    "bridge_gpt_oss_20b_to_qwen3_4b": (
+        "Qwen3-4B-Base",
+        "gpt-oss-20b",
+        ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.expert=8"],
+    ),
 }  # fmt: skip
+# those with models of Megatron-Bridge, whose configs are read in its environment only (scripts/setup_nemo_bridge.sh)
+OF_MEGATRON_BRIDGE = ("bridge_qwen3p5_35b_a3b_to_4b", "bridge_gpt_oss_20b_to_qwen3_4b")
+# recipe -> ranks, where it is not one node
+RANKS = {"oprd_qwen3_30b_a3b": 32, "bridge_qwen3p5_35b_a3b_to_4b": 16, "bridge_gpt_oss_20b_to_qwen3_4b": 16}
 
 
 # configurations that are started by the script of another one
@@ -139,7 +253,7 @@ def shipped() -> dict[str, tuple[int, list[str]]]:
     for file in sorted((Path(__file__).parents[2] / "conf").glob("*.yaml")):
         script = next((recipe for start, recipe in _SCRIPTS.items() if file.stem.startswith(start)), file.stem)
         if script in RECIPES:
-            found[file.stem] = 32 if script == "oprd_qwen3_30b_a3b" else 8, RECIPES[script][2]
+            found[file.stem] = RANKS.get(script, 8), RECIPES[script][2]
     return found
 
 
@@ -151,6 +265,14 @@ def write_models(place: Path, layers: int | None = None) -> None:
     """
     for name, shape in SHAPES.items():
         (place / name).mkdir(parents=True)
-        depth = min(shape["num_hidden_layers"], layers or shape["num_hidden_layers"])
-        written = {"rope_theta": 10000, **shape, "num_hidden_layers": depth}
+        if "text_config" in shape:
+            written = {**shape, "text_config": _shallower(shape["text_config"], layers)}
+        else:
+            written = _shallower({"rope_theta": 10000, **shape}, layers)
         (place / name / "config.json").write_text(json.dumps(written))
+
+
+def _shallower(shape: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    depth = min(shape["num_hidden_layers"], layers or shape["num_hidden_layers"])
+    kinds = {"layer_types": shape["layer_types"][:depth]} if "layer_types" in shape else {}
+    return {**shape, **kinds, "num_hidden_layers": depth}

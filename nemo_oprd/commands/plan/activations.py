@@ -67,8 +67,8 @@ def shared_expert_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) 
 def routed_values(spec: ModelSpec) -> float:
     """Values per token, of two bytes, of the places that a token has among the visits of experts.
 
-    Those of Transformer Engine's kernel, with which Megatron-Bridge's models move tokens: two integers of four bytes per
-    expert.
+    Those of Transformer Engine's kernel, with which Megatron-Bridge's models move tokens: two integers of four bytes
+    per expert.
     """
     return 0.0 if spec.experts is None or spec.family.own else 2.0 * (2 * spec.experts.count + 1)
 

@@ -77,11 +77,12 @@ def all_attention_flops(spec: ModelSpec, depth: int, length: float, *, causal: b
 
 
 def delta_net_values(spec: ModelSpec) -> float:
-    """Values per token, of two bytes, that a delta net keeps for its backward pass, over all tensor ranks; 0 without one.
+    """Values per token, of two bytes, that a delta net keeps for its backward pass, over all tensor ranks.
 
     The product of the input, the queries and keys after their norm and again for every value head, the values, the
-    rule's output and its corrections within a chunk, that output with its norm and with its gate, the gate and its SiLU in
-    float32, and six numbers per head. As rehearsed with FLA's kernels, and without torch.compile, which would keep less.
+    rule's output and its corrections within a chunk, that output with its norm and with its gate, the gate and its SiLU
+    in float32, and numbers per head. As rehearsed with FLA's kernels, and without torch.compile, which would keep less.
+    0 without a delta net.
     """
     if spec.delta is None:
         return 0.0
@@ -105,7 +106,7 @@ def delta_net_backward_values(spec: ModelSpec) -> float:
 
 
 def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
-    """Shapes (outputs, inputs) of the weights of attention, over all tensor ranks, without those of latent attention."""
+    """Shapes (outputs, inputs) of the weights of attention, over all tensor ranks; not of latent attention."""
     d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes = {((2 * q if spec.output_gate else q) + 2 * kv, d), (d, q)}
     if spec.delta is not None:

@@ -14,7 +14,7 @@ from nemo_oprd.commands.plan.activations import (
     shared_expert_values,
     transient_bytes,
 )
-from nemo_oprd.commands.plan.attention_kinds import delta_net_values, attention_weight_shapes
+from nemo_oprd.commands.plan.attention_kinds import attention_weight_shapes, delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import TeacherWork, Workload
@@ -248,6 +248,7 @@ def logits_chunk(work: Workload, layout: Layout) -> float:
     chunk = min(work.config.loss.output.chunk_tokens, rows)
     watched = work.output_kind == "watched"
     whole, slabs, most = WATCHED_TENSORS if watched else DIVERGENCES[work.output_kind].live_tensors
+    whole += not watched and work.student.output_cap is not None  # the derivative of the bound of the logits
     tensors = whole + min(most, slabs * SLAB / columns)
     return tensors * 4.0 * chunk * columns + rows * work.student.hidden_size * 2 * (4.0 + work.value_bytes)
 

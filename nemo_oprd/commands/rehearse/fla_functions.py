@@ -1,11 +1,11 @@
 """FLA's kernels of a gated delta net in a rehearsal: what they return, and what they keep and need beside it.
 
-Megatron's layer takes three functions of flash-linear-attention, which are Triton. These stand-ins compute nothing: they
-make the tensors that version 0.6.0 makes, of the same shapes and dtypes, and hold them as long as it does. Of its
-own waits of the host, one for the lengths of a pack, none is counted.
+Megatron's layer takes three functions of flash-linear-attention, which are Triton. These stand-ins compute nothing:
+they make the tensors that version 0.6.0 makes, of the same shapes and dtypes, and hold them as long as it does. Of its
+own waits of the host, for the lengths of a pack, none is counted.
 
-Shapes: B = 1 pack of S tokens, N sequences in it, H heads, K channels of a key, V of a value, C channels, W the width of
-a convolution.
+Shapes: B = 1 pack of S tokens, N sequences in it, H heads, K channels of a key, V of a value, C channels, W the width
+of a convolution.
 """
 
 from __future__ import annotations

@@ -28,8 +28,11 @@ KNOWN_WAITS = {
     ("megatron/core/transformer/moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize"): _DISPATCHER,
     ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch_postprocess"): _DISPATCHER,
     ("megatron/core/models/common/embeddings/rope_utils.py", "_apply_rotary_pos_emb_thd"): (
-        "the lengths of a pack, several times per layer with attention and microbatch, where Megatron-Bridge's rotation "
-        "is not fused"
+        "the lengths of a pack, several times per layer with attention and microbatch, where the rotation of "
+        "Megatron-Bridge is not fused"
+    ),
+    ("megatron/core/fusions/fused_bias_geglu.py", "weighted_bias_quick_geglu_impl"): (
+        "a constant of gpt-oss's activation, once per layer with experts and microbatch"
     ),
     ("megatron/core/ssm/gated_delta_net/common.py", "_resolve_cu_seqlens"): _DELTA_NET,
     ("megatron/core/ssm/gated_delta_net/gdn.py", "forward"): _DELTA_NET,

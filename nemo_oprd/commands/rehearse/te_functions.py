@@ -215,7 +215,7 @@ def _learned_terms(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
-    """The output, the logarithm of each head's sum, the random numbers' state, and the learned term for the backward."""
+    """The output, the logarithm of each head's sum, the random numbers' state, and a learned term."""
     queries, _, values = _queries_keys_values(args)
     out = queries.new_empty((*queries.shape[:-1], values.shape[-1]))
     logarithms = torch.empty(*queries.shape[:-1], 1, dtype=torch.float32, device=queries.device)

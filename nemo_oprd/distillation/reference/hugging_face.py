@@ -34,7 +34,7 @@ from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.models import FAMILIES, parse_model_spec, read_hf_config
 from nemo_oprd.models.canary.delta_rule import exact_delta_rule
 from nemo_oprd.models.families.moe import fused_name
-from nemo_oprd.models.quantization import KEY, known_quantization
+from nemo_oprd.models.quantization import forget_quantization, known_quantization
 from nemo_oprd.models.weights.hf import HFCheckpoint
 
 
@@ -321,7 +321,7 @@ def _load(path: str, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(path, **options)
     else:  # of the numbers in bfloat16 that are trained, to which transformers would not round
         config, checkpoint = AutoConfig.from_pretrained(path, local_files_only=True), HFCheckpoint(path)
-        delattr(config, KEY)
+        forget_quantization(config)
         tensors = {name: checkpoint[name] for name in checkpoint.keys()}  # noqa: SIM118
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None, config=config, state_dict=tensors, **options

@@ -22,7 +22,7 @@ from nemo_oprd.models import read_hf_config
 from nemo_oprd.models.canary.delta_rule import exact_delta_rule
 from nemo_oprd.models.canary.reference import HEAD_ROWS, ReferenceStates
 from nemo_oprd.models.dequantize import StoredTensors
-from nemo_oprd.models.quantization import KEY, Quantization, known_quantization
+from nemo_oprd.models.quantization import Quantization, forget_quantization, known_quantization
 
 _LISTS = ("layers", "h", "blocks")  # what transformers calls its lists of decoder layers
 _OTHER_TOWERS = ("vision", "visual", "audio")
@@ -162,7 +162,7 @@ def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     quantization = known_quantization(read_hf_config(directory))
     if quantization is not None:
-        delattr(config, KEY)
+        forget_quantization(config)
     kind, mapping = AutoModel, transformers.MODEL_MAPPING
     if head:
         kind, mapping = AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING

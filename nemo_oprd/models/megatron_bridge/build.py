@@ -342,9 +342,9 @@ def _check_fused_attention() -> None:
     if found < NEEDED_CUDNN:
         version, needed = (".".join(map(str, each)) for each in (found, NEEDED_CUDNN))
         raise ValueError(
-            f"cuDNN {version}, whose attention has no learned term in the softmax of packed sequences: Transformer Engine "
-            f"would build a matrix of all products of tokens; expected cuDNN {needed} or later: use a newer container, or "
-            "teacher.engine=vllm for a teacher"
+            f"cuDNN {version}, whose attention has no learned term in the softmax of packed sequences: Transformer "
+            f"Engine would build a matrix of all products of tokens; expected cuDNN {needed} or later: use a newer "
+            "container, or teacher.engine=vllm for a teacher"
         )
 
 

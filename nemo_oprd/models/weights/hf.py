@@ -109,7 +109,7 @@ class HFCheckpoint:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored, expert, half = self._stored(name)
-        fused = self._slice(stored)
+        fused = self._numbers(stored)
         if expert is None:
             if isinstance(fused, QuantizedSlice):
                 return fused[...]
@@ -129,8 +129,12 @@ class HFCheckpoint:
         return fused if name not in names and fused[0] in names else (name, None, None)
 
     def _slice(self, name: str) -> Any:
-        """A tensor of which nothing is read yet. Raises ValueError if it stands for other numbers than it holds."""
-        found = self._tensors.slice(name, self._stored_slice)
+        """A tensor of which nothing is read yet."""
+        return self._tensors.slice(name, self._stored_slice)
+
+    def _numbers(self, name: str) -> Any:
+        """The same. Raises ValueError if it stands for other numbers than it holds."""
+        found = self._slice(name)
         if found.get_dtype() not in PLAIN_DTYPES:
             raise ValueError(
                 f"{self.path}: tensor {name!r} holds {found.get_dtype()} numbers without scales; expected "

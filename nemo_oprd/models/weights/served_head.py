@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.complete_config import text_config
 from nemo_oprd.models.weights.hf import HFCheckpoint
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -41,7 +42,7 @@ class ServedHead:
         """
         checkpoint, spec = self._checkpoint, self._spec
         names, shape = checkpoint.keys(), (spec.vocab_size, spec.hidden_size)
-        text = {**spec.hf_config, **(spec.hf_config.get("text_config") or {})}
+        text = text_config(spec.hf_config)
         changes = [f"{key}={text[key]}" for key, same in _CHANGES.items() if text.get(key) not in (None, same)]
         changes += [name for name in names if name.endswith(_BIASES)]
         if changes:

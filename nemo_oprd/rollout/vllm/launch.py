@@ -10,7 +10,10 @@ from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.quantization import KEY, known_quantization
 from nemo_oprd.models.rope import parse_ropes
+from nemo_oprd.models.text_tower import language_model_architecture
+from nemo_oprd.runtime.files import read_json
 
+_OVERRIDES = "--hf-overrides"
 # the folder of the project, where scripts/setup_vllm.sh makes the environment
 DEFAULT_PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
 # head sizes of vLLM's attention on CPU; another one starts, answers that it is healthy and dies at the first request
@@ -111,10 +114,26 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(most)]
     if rollout.vllm.tensor > 1:
         arguments += ["--distributed-executor-backend", "mp"]
-    if known_quantization(read_hf_config(directory)) is not None:
-        # the weights that arrive are dequantised
-        arguments += ["--hf-overrides", json.dumps({KEY: None})]
+    overrides = _config_overrides(directory)
+    if overrides:
+        if any(str(flag).partition("=")[0].replace("_", "-") == _OVERRIDES for flag in rollout.vllm.flags):
+            raise ValueError(
+                f"rollout.vllm.flags holds {_OVERRIDES}, but servers of the model in {directory} need "
+                f"{json.dumps(overrides)} of this run; expected other flags: change config.json in a copy of the model"
+            )
+        arguments += [_OVERRIDES, json.dumps(overrides)]
     return [*arguments, *map(str, rollout.vllm.flags)]
+
+
+def _config_overrides(directory: Path) -> dict[str, Any]:
+    """What servers of a student read otherwise than its config.json says: the trainer sends plain weights."""
+    overrides: dict[str, Any] = {}
+    inner = language_model_architecture(read_json(directory / "config.json", "a model's config", "copy it again"))
+    if inner is not None:  # of a language model alone, by the names that they have there
+        overrides["architectures"] = [inner]
+    if known_quantization(read_hf_config(directory)) is not None:  # and dequantised
+        overrides[KEY] = None
+    return overrides
 
 
 def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known_ids: int) -> None:
@@ -157,7 +176,7 @@ def _experts(spec: ModelSpec) -> list[int | bool] | None:
 def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Any:
     """The RoPE that a server's config says, or the two of a model with windows; its words where none is supported."""
     try:
-        options = {"head_dim": spec.head_dim, "partial": True, "axes": True}
+        options = {"head_dim": spec.head_dim, "partial": True, "axes": spec.delta is not None}
         rope, local = parse_ropes({"rope_parameters": rope_parameters}, "server", **options)
     except ValueError:
         return rope_parameters

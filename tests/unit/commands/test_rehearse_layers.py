@@ -47,6 +47,29 @@ def test_float32_jobs_have_local_layers() -> None:
     layers.check("local", load_config("oprd_1p5b", ["precision=fp32"]))
 
 
+def test_models_of_megatron_bridge_have_transformer_engines_layers() -> None:
+    config = load_config("oprd_1p5b", ["teacher.provider=bridge"])
+    with pytest.raises(ValueError, match="--layers local with teacher.provider=bridge: .*: rehearse with --layers te"):
+        layers.check("local", config)
+    assert layers.provided_models(load_config("oprd_1p5b", ["student.provider=mine:f"])) == ["student.provider=mine:f"]
+    several = load_config("merge_two_teachers_1p5b", ["teachers.1.provider=bridge"])
+    assert layers.provided_models(several) == ["teachers[1].provider=bridge"]
+
+
+def test_the_attention_with_a_learned_term_returns_its_gradient(tmp_path: Path) -> None:
+    """gpt-oss's softmax; other models' attention has none."""
+    functions = Functions(tmp_path, lambda *_: None, lambda *_: None)
+    q, k, v = torch.empty(6, 4, 8), torch.empty(6, 2, 8), torch.empty(6, 2, 8)
+    learned = torch.empty(1, 4, 1, 1)
+    out, logarithms, *kept = functions.fused_attn_fwd(6, 0.5, q, k, v, None, learned)
+    assert out.shape == (6, 4, 8) and logarithms.shape == (6, 4, 1) and kept[-1] is learned
+    *gradients, of_bias, of_learned = functions.fused_attn_bwd(6, 0.5, q, k, v, out, out, None, [logarithms, *kept])
+    assert [each.shape for each in gradients] == [q.shape, k.shape, v.shape]
+    assert of_bias is None and of_learned.shape == learned.shape
+    assert len(functions.fused_attn_fwd(6, q, k, v, None)) == 3
+    assert functions.fused_attn_bwd(q, k, v, out, out, [logarithms, kept[0]])[3:] == [None, None]
+
+
 def test_a_wait_at_a_place_that_is_not_known_is_a_mistake() -> None:
     wait = {"file": "nemo_oprd/distillation/student.py", "line": 7, "what": "copy to the host", "count": 3}
     known = {**wait, "below": "", "innermost": ["nemo_oprd/distillation/student.py", "optimizer_step"]}

@@ -186,7 +186,7 @@ def test_a_vocabulary_of_200k_is_split_evenly() -> None:
 def test_the_bridge_recipe(tmp_path: Path) -> None:
     """Layer map, tensors and layouts of `conf/bridge_qwen3_4b_to_1p7b.yaml` with the sizes of its Slurm script."""
     script = (Path(__file__).parents[3] / "scripts" / "bridge_qwen3_4b_to_1p7b.sh").read_text()
-    sizes = re.findall(r"^SIZES=\((.*)\)$", script, re.MULTILINE)[0].split()
+    sizes = re.findall(r"PAIR_SIZES:-(.*)\}", script)[0].split()
     config = load_config("bridge_qwen3_4b_to_1p7b", [*sizes, f"bridge.path={tmp_path}"])
     names = [Path(str(model.hf_path)).name for model in (config.student, config.teacher)]
     assert names == ["Qwen3-1.7B-Base", "Qwen3-4B"]
@@ -229,7 +229,7 @@ def test_the_recipe_across_tokenizers(tmp_path: Path) -> None:
     scripts = Path(__file__).parents[3] / "scripts"
     assert "exec bash scripts/bridge_qwen3_4b_to_1p7b.sh" in (scripts / "bridge_phi4mini_to_qwen3_1p7b.sh").read_text()
     script = (scripts / "bridge_qwen3_4b_to_1p7b.sh").read_text()
-    sizes = re.findall(r"^SIZES=\((.*)\)$", script, re.MULTILINE)[0].split()
+    sizes = re.findall(r"PAIR_SIZES:-(.*)\}", script)[0].split()
     config = load_config("bridge_phi4mini_to_qwen3_1p7b", [*sizes, f"bridge.path={tmp_path}"])
     names = [Path(str(model.hf_path)).name for model in (config.student, config.teacher)]
     assert names == ["Qwen3-1.7B-Base", "Phi-4-mini-reasoning"]

@@ -31,6 +31,9 @@ _COPYING_MODELS = ("GptOssForCausalLM",)
 def begin_reload(model: torch.nn.Module) -> None:
     """Prepares the reload: a layer is rebuilt once all of its tensors have come."""
     initialize_layerwise_reload(model)
+    config: Any = model.config
+    if getattr(config, "quantization_config", "none") is None:
+        del config.quantization_config  # what an override leaves, and gpt-oss takes for a quantised model
     if type(model).__name__ not in _COPYING_MODELS:
         return
     for module_name, module in model.named_modules():

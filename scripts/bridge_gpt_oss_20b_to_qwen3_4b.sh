@@ -1,0 +1,25 @@
+#!/bin/bash
+# Distils gpt-oss-20b into Qwen3-4B-Base across tokenizers on a Slurm cluster, both stages:
+# `sbatch scripts/bridge_gpt_oss_20b_to_qwen3_4b.sh [key=value ...]`.
+#
+# Student TP2, teacher EP8 fit 1 to 8 nodes of 8 GPUs with 80 GB (docs/plan.md).
+# Signals, resuming, BRIDGE and --dry-run are those of scripts/bridge_qwen3_4b_to_1p7b.sh. Megatron-Bridge must be there, such as
+# in NVIDIA's container of NeMo: SRUN_ARGS or LAUNCH_PREFIX name one, PYTHON another interpreter (scripts/slurm_job.sh).
+#SBATCH --job-name=bridge_gpt_oss_20b_to_qwen3_4b
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
+export CONFIG=${CONFIG:-bridge_gpt_oss_20b_to_qwen3_4b}
+export BRIDGE=${BRIDGE:-bridges/gpt_oss_20b_to_qwen3_4b}
+export PAIR_SIZES="student.parallel.tensor=2 student.parallel.sequence=true teacher.parallel.expert=8"
+export JOB_SCRIPT=bridge_gpt_oss_20b_to_qwen3_4b.sh # whose #SBATCH lines --dry-run reads
+exec bash scripts/bridge_qwen3_4b_to_1p7b.sh "$@"
