@@ -14,6 +14,8 @@ TARGET_SHARE = 0.25
 # for what decoding needs besides: activations of the prompts, logits in float64 and their sorted copies, and the copies
 # of one layer's keys and values when finished sequences leave.
 CACHE_SHARE = 0.7
+# The queries of each sequence whose scores are in memory at a time where the products of attention are bounded.
+CAPPED_QUERIES = 512
 # The tokens of a forward pass of the in-process engine where it has no cache, with `rollout.max_cache_tokens=auto`.
 UNCACHED_TOKENS = 16384
 

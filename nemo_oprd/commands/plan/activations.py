@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_oprd.commands.plan.attention_kinds import delta_net_backward_values, delta_net_values
+from nemo_oprd.commands.plan.attention_kinds import capped_score_bytes, delta_net_backward_values, delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
@@ -123,7 +123,7 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
     norm = d * (16 if layers == "cpu" else 4 * e)
     # the MLP runs backward first; where attention is wide, its gradients come to more than what the MLP has freed
     of_attention = max(4 * q + 2 * kv, delta_net_backward_values(spec) / t)
-    backward = max(spec.hidden_size + f, of_attention - 5 * f - 3 * d) * e
+    backward = max(spec.hidden_size + f, of_attention - 5 * f - 3 * d) * e + capped_score_bytes(spec, t, backward=True)
     return LayerBytes(kept, saved, d * e, backward, norm)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_oprd.config.memory_bounds import CAPPED_QUERIES
 from nemo_oprd.models import ModelSpec
 
 # tokens whose corrections a delta net's kernels solve for together
@@ -116,3 +117,14 @@ def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
         )
         shapes |= {(2 * keys + 2 * values + 2 * spec.delta.value_heads, d), (d, values)}
     return shapes
+
+
+def capped_score_bytes(spec: ModelSpec, tensor: int, *, backward: bool) -> float:
+    """Bytes per token of the scores of some queries, where products are bounded and no fused kernel computes them.
+
+    Per score, counted in bfloat16 on a CPU: 14.3 bytes in a forward pass, 16.3 in a backward pass, which computes them
+    again.
+    """
+    if spec.attention_cap is None:
+        return 0.0
+    return CAPPED_QUERIES * spec.num_heads / tensor * (16.3 if backward else 14.3)

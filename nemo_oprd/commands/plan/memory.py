@@ -14,7 +14,7 @@ from nemo_oprd.commands.plan.activations import (
     shared_expert_values,
     transient_bytes,
 )
-from nemo_oprd.commands.plan.attention_kinds import attention_weight_shapes, delta_net_values
+from nemo_oprd.commands.plan.attention_kinds import attention_weight_shapes, capped_score_bytes, delta_net_values
 from nemo_oprd.commands.plan.gpus import Layers
 from nemo_oprd.commands.plan.parameters import StageParameters, stage_parameters
 from nemo_oprd.commands.plan.workload import TeacherWork, Workload
@@ -318,4 +318,5 @@ def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
     attention = 2 * d + max((7 if spec.output_gate else 5) * q + 6 * kv, delta_net_values(spec) / layout.tensor)
     # what a backward pass would need of the shared expert is gone when the others compute
     gone = shared_expert_values(spec, layout) - shared_expert_values(spec, layout, kept=False)
-    return value_bytes * max(3 * d + feed_forward_values(spec, layout) - gone, attention)
+    widest = max(3 * d + feed_forward_values(spec, layout) - gone, attention)
+    return value_bytes * widest + capped_score_bytes(spec, layout.tensor, backward=False)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nemo_oprd.config.memory_bounds import CAPPED_QUERIES
 from nemo_oprd.models.megatron.attention import SDPAttention
 
-# queries of each sequence whose scores are in memory at a time
-QUERIES = 512
+QUERIES = CAPPED_QUERIES
 
 
 class CappedAttention(SDPAttention):

@@ -1,9 +1,9 @@
 """Reloading all weights of a model in vLLM's worker, and what vLLM's own reload of layers leaves as it was.
 
-vLLM rebuilds a layer once its tensors have come through the `weight_loader` of its parameters. Three things escape that:
-packed copies of tied heads and of experts on a CPU, and parameters into which a model copies tensors itself, as gpt-oss
-does with its experts and the learned terms of its softmax. While it is reloaded, such a parameter is a tensor on the
-meta device, so the copy is lost without an error, and the layer keeps its old weights.
+vLLM rebuilds a layer once its tensors have come through the `weight_loader` of its parameters. Three things escape
+that: packed copies of tied heads and of experts on a CPU, and parameters into which a model copies tensors itself, as
+gpt-oss does with its experts and the learned terms of its softmax. While it is reloaded, such a parameter is on the meta
+device, so the copy is lost without an error, and the layer keeps its old weights.
 
 Like the module that uses it, this one runs in vLLM's environment without anything of nemo_oprd's own.
 """
