@@ -15,6 +15,7 @@ from typing import Any
 
 KEY = "quantization_config"
 MXFP4, FP8 = "mxfp4", "fp8"
+NUMBERS_OF_A_BYTE = 2  # of mxfp4
 _BLOCK = "weight_block_size"
 # what else of fp8 is read; transformers takes these for keys that are absent, too
 _FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}

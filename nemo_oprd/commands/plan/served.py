@@ -105,7 +105,7 @@ def _servers(
         tensor=settings.tensor,
         placement=placement,
         memory=config.teacher_server_share * gpu.memory,
-        weights=model.parameters * mean.value_bytes / settings.tensor,
+        weights=model.weight_bytes(mean.value_bytes) / settings.tensor,
         longest=length,
         cache=length * model.cache_bytes(settings.tensor, mean.value_bytes),
         row_bytes=row_bytes,

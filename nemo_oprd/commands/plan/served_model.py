@@ -16,6 +16,7 @@ from typing import Any
 
 from nemo_oprd.commands.plan.parameters import expert_parameters, model_parameters
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
+from nemo_oprd.models.quantization import MXFP4, NUMBERS_OF_A_BYTE, Quantization, known_quantization
 
 _EXPERTS = re.compile(r"\.experts\.")
 _LENGTH_BYTES = 8
@@ -36,6 +37,8 @@ class ServedModel:
         cached: numbers that a token leaves in the caches of all layers, sliding windows not taken into account.
         cached_per_worker: whether tensor-parallel workers divide these (latent attention is not divided).
         attention: heads times their size, of one layer.
+        quantized: parameters that the files hold quantised, as the servers do.
+        quantized_bytes: bytes of these with their scales.
     """
 
     parameters: int
@@ -43,6 +46,12 @@ class ServedModel:
     cached: int
     cached_per_worker: bool
     attention: int
+    quantized: int = 0
+    quantized_bytes: int = 0
+
+    def weight_bytes(self, value_bytes: float) -> float:
+        """Bytes of all weights on a server, those that are not quantised with `value_bytes` each."""
+        return (self.parameters - self.quantized) * value_bytes + self.quantized_bytes
 
     def cache_bytes(self, tensor: int, value_bytes: int) -> float:
         """Bytes of a token's cache on one of `tensor` GPUs."""
@@ -56,7 +65,14 @@ def served_model(directory: Path, spec: ModelSpec) -> ServedModel:
         ValueError: there are no weight files, and the family is none of this project's.
     """
     text = {**spec.hf_config, **(spec.hf_config.get("text_config") or {})}
-    sizes = _tensor_sizes(directory)
+    tensors = _tensors(directory)
+    sizes = {name: count for name, (count, _) in tensors.items()}
+    quantization = known_quantization(spec.hf_config)
+    parts = {} if quantization is None else quantization.names(sizes, str(directory))
+    for name, (numbers, scales) in parts.items():
+        count = sizes.pop(numbers) * (NUMBERS_OF_A_BYTE if quantization == Quantization(MXFP4) else 1)
+        del sizes[scales]
+        sizes[name] = count
     if not sizes and spec.model_type not in FAMILIES:
         raise ValueError(
             f"{directory}: there are no *.safetensors, and {spec.model_type} is none of this project's families, whose "
@@ -76,18 +92,22 @@ def served_model(directory: Path, spec: ModelSpec) -> ServedModel:
     per_layer = 2 * _number(text, _KV_HEADS, heads) * head_size
     if latent:
         per_layer = int(latent) + int(text.get("qk_rope_head_dim") or 0)
-    return ServedModel(total, active, per_layer * spec.num_layers, not latent, heads * head_size)
+    quantized = sum(sizes[name] for name in parts), sum(tensors[part][1] for both in parts.values() for part in both)
+    return ServedModel(total, active, per_layer * spec.num_layers, not latent, heads * head_size, *quantized)
 
 
 def _number(text: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
     return int(next((text[name] for name in names if text.get(name) is not None), default))
 
 
-def _tensor_sizes(directory: Path) -> dict[str, int]:
-    """Name -> numbers of every tensor in the weight files, from their headers alone."""
-    found: dict[str, int] = {}
+def _tensors(directory: Path) -> dict[str, tuple[int, int]]:
+    """Name -> (items, bytes) of every tensor in the weight files, from their headers alone."""
+    found: dict[str, tuple[int, int]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "little")))
-        found |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            found[name] = math.prod(entry["shape"]), stop - start
     return found

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from family_configs import QWEN_1P5B
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_oprd.cli import main
@@ -55,6 +56,18 @@ def test_sizes_are_those_of_the_model(tmp_path: Path, family: str) -> None:
     values = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert found.cached * 7 == values
     assert found.cache_bytes(2, 4) == found.cached * 2
+
+
+def test_quantised_weights_are_counted_as_numbers_and_as_bytes(tmp_path: Path) -> None:
+    sizes = {**SIZES, "num_local_experts": 2, "head_dim": 8, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", **sizes}))
+    experts, tensors = "model.layers.0.mlp.experts.", {"model.embed_tokens.weight": torch.zeros(96, 32)}
+    blocks, scales = torch.zeros(2, 8, 1, 16, dtype=torch.uint8), torch.zeros(2, 8, 1, dtype=torch.uint8)
+    tensors |= {f"{experts}down_proj_blocks": blocks, f"{experts}down_proj_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = served_model(tmp_path, read_served_spec(tmp_path))
+    assert found.parameters == 96 * 32 + 2 * 8 * 32
+    assert found.weight_bytes(2) == 2 * 96 * 32 + 2 * 8 * (16 + 1)
 
 
 def test_without_weight_files_the_shape_of_a_known_family_counts(tmp_path: Path) -> None:

@@ -10,11 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nemo_oprd.models import copy_hf_config, parse_model_spec, read_hf_config
+from nemo_oprd.config.loading import load_config
+from nemo_oprd.models import copy_hf_config, parse_model_spec, read_hf_config, read_model_spec
 from nemo_oprd.models.dequantize import dequantize_fp8, dequantize_mxfp4
 from nemo_oprd.models.quantization import Quantization, known_quantization, read_quantization
 from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.models.weights.hf_export import write_hf_model
+from nemo_oprd.rollout.vllm.launch import server_arguments
+
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -127,6 +131,17 @@ def test_what_is_written_is_not_quantised(tmp_path: Path) -> None:
     copy_hf_config(tmp_path, tmp_path / "copy")
     for place in ("out", "copy"):
         assert read_hf_config(tmp_path / place) == {"model_type": "gpt_oss", "torch_dtype": "bfloat16"}
+
+
+def test_vllm_gets_dequantised_weights(tmp_path: Path) -> None:
+    """Servers that sample would otherwise build quantised layers, into which no weights that arrive fit."""
+    source = json.loads((GOLDEN / "student" / "config.json").read_text())
+    paths = [f"{role}.hf_path={tmp_path}" for role in ("student", "teacher")]
+    for quantization, overrides in ((None, []), (FP8, ["--hf-overrides", '{"quantization_config": null}'])):
+        (tmp_path / "config.json").write_text(json.dumps({**source, "quantization_config": quantization}))
+        config = load_config("verify", paths)
+        arguments = server_arguments(config, read_model_spec(tmp_path), tmp_path, 8, cuda=False)
+        assert arguments[-len(overrides) :] == overrides if overrides else "--hf-overrides" not in arguments
 
 
 def test_the_weights_of_a_quantised_model_are_bfloat16() -> None:
