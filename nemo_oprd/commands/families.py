@@ -27,7 +27,8 @@ def rows() -> list[tuple[str, str, str, str, str]]:
         (name, "own", f"{_OWN_LAYOUTS}{', EP' if name in ('mixtral', 'qwen3_moe') else ''}", _ENGINES["own"], "")
         for name in sorted(FAMILIES)
     ]
-    tried = {"gemma": "in-process without a cache (slow), vllm"}
+    with_vllm = "in-process without a cache (slow), vllm"
+    tried = dict.fromkeys(("gemma", "gemma3_text", "gpt_oss"), with_vllm)
     found += [
         (name, "bridge", kind.layouts, tried.get(name, _ENGINES["bridge"]), kind.refused)
         for name, kind in KINDS.items()

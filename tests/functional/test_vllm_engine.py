@@ -232,6 +232,7 @@ def test_keeping_a_response_holds_up_no_other(run: Any) -> None:
         ({"last_logprob": "nan"}, "with the log-probability nan of token 3; expected a finite number of at most 0"),
         ({"last_logprob": 0.01}, "with the log-probability 0.01 of token 3; expected a finite number of at most 0"),
         ({"digest": True}, "the weights did not arrive as sent"),
+        ({"untouched": ["mlp.experts"]}, "1 module(s) such as 'mlp.experts' took none of the weights that came"),
         ({"describe": {"hidden_size": 48}}, "serves another model or in another way: hidden_size=48 instead of 32"),
         (
             {"describe": {"rope_parameters": {"rope_theta": 1.0}}},

@@ -246,7 +246,8 @@ class Model:
 
     def nemo_oprd_received(self) -> dict[str, Any]:
         digest = digest_of(self.tensors)
-        return {"digest": digest[::-1] if "digest" in self.faults else digest, "tensors": len(self.tensors)}
+        digest = digest[::-1] if "digest" in self.faults else digest
+        return {"digest": digest, "tensors": len(self.tensors), "stale": self.faults.get("untouched", [])}
 
     def nemo_oprd_give_up(self) -> None:
         self.updating = self.joined = False

@@ -2,7 +2,7 @@
 
 vLLM rebuilds a layer once its tensors have come through the `weight_loader` of its parameters. Three things escape
 that: packed copies of tied heads and of experts on a CPU, and parameters into which a model copies tensors itself, as
-gpt-oss does with its experts and the learned terms of its softmax. While it is reloaded, such a parameter is on the meta
+gpt-oss does with its experts and the learned terms of its softmax. While such a parameter is reloaded it is on the meta
 device, so the copy is lost without an error, and the layer keeps its old weights.
 
 Like the module that uses it, this one runs in vLLM's environment without anything of nemo_oprd's own.
