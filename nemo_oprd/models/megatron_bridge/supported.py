@@ -43,7 +43,7 @@ class Kind:
 
 
 _DENSE = "TP2+SP, PP2, CP2, DP2, full recompute"
-_SPARSE = "TP2+SP, PP2, EP2, CP2, full recompute"
+_SPARSE = "TP2+SP, PP2, EP2, CP2, VPP, full recompute"
 _ROUTERS = "routers' losses and replay"
 _OF_HYBRID = "multi-token prediction and vision towers are left out"
 _OF_LATENT = f"{_ROUTERS}; queries without a narrow state; multi-token prediction is left out"
@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     "nemotron": Kind(_DENSE),
     "mistral": Kind(_DENSE, refused="sliding windows"),
     "gemma3_text": Kind(
-        "TP2+SP, PP2, DP2, full recompute",
+        "TP2+SP, PP2, DP2, VPP, full recompute",
         frozenset(("sliding-window attention",)),
         ("default", "linear"),
         "context parallelism; vision towers",
@@ -62,19 +62,19 @@ KINDS: dict[str, Kind] = {
         frozenset(("sliding-window attention", "capped attention logits", "capped output logits")),
         refused="attention to later tokens",
     ),
-    "olmoe": Kind("PP2, EP2, full recompute", frozenset((_EXPERTS,)), refused=f"tensor parallelism; {_ROUTERS}"),
+    "olmoe": Kind("PP2, EP2, VPP, full recompute", frozenset((_EXPERTS,)), refused=f"tensor parallelism; {_ROUTERS}"),
     "gpt_oss": Kind(
-        "TP2+SP, PP2, EP2, full recompute",
+        "TP2+SP, PP2, EP2, VPP, full recompute",
         frozenset(_GPT_OSS),
         ("default", "yarn"),
         f"context parallelism, expert_tensor; {_ROUTERS}",
     ),
     "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
-    "deepseek_v3": Kind("TP2+SP, PP2, EP2, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT),
+    "deepseek_v3": Kind("TP2+SP, PP2, EP2, VPP, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT),
     "glm4_moe_lite": Kind(_SPARSE, _LATENT, ("default", "yarn"), _OF_LATENT),
     "qwen3_5_text": Kind(f"{_DENSE}, VPP", frozenset(_HYBRID), refused=_OF_HYBRID),
-    "qwen3_5_moe_text": Kind(f"{_SPARSE}, VPP", frozenset((*_HYBRID, _EXPERTS)), refused=f"{_ROUTERS}; {_OF_HYBRID}"),
-    "qwen3_next": Kind(f"{_SPARSE}, VPP", frozenset((*_HYBRID, _EXPERTS)), refused=f"{_ROUTERS}; {_OF_HYBRID}"),
+    "qwen3_5_moe_text": Kind(_SPARSE, frozenset((*_HYBRID, _EXPERTS)), refused=f"{_ROUTERS}; {_OF_HYBRID}"),
+    "qwen3_next": Kind(_SPARSE, frozenset((*_HYBRID, _EXPERTS)), refused=f"{_ROUTERS}; {_OF_HYBRID}"),
 }
 # families that people ask for -> why Megatron-Bridge's model of them is refused
 REFUSED_FAMILIES = {
