@@ -212,7 +212,7 @@ def test_dry_run_of_both_stages(site: Site, script: str) -> None:
     (site.project / "b").mkdir()
     (site.project / "b" / "bridge.json").touch()
     site.run(f"bash scripts/{script}.sh --dry-run", BRIDGE="b")
-    assert len(site.ranks()) == 3 and planned(site.ranks()[-1])["--ranks"] == "8"
+    assert len(site.ranks()) == 3 and planned(site.ranks()[-1])["--ranks"] == str(RANKS.get(script, 8))
 
 
 def test_the_sbatch_lines_are_those_of_the_script_that_was_called(site: Site) -> None:

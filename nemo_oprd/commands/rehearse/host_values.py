@@ -41,6 +41,14 @@ class HostValues:
         found: torch.Tensor | None = self._twins.get(tensor)
         return found
 
+    def are_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool | None:
+        """Whether two tensors have equal numbers; None if those of one are not known."""
+        twins = self.get(one), self.get(other)
+        if twins[0] is None or twins[1] is None:
+            return None
+        with _disable_current_modes():
+            return torch.equal(twins[0], twins[1])
+
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Carries out an operation on the twins of its arguments, after it was carried out on fake tensors."""
         written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]

@@ -195,7 +195,9 @@ class Recorder(TorchDispatchMode):
         if func in _READS:
             return self._read(args[0])
         if func is aten.equal.default:
-            return self._are_equal(*args)
+            self.wait("equal() compares on the device")
+            are_equal = self._known.are_equal(*args)
+            return bool(self._invent(current_place(), torch.bool)) if are_equal is None else are_equal
         if func in _COUNTS_ROWS and args[0].device.type == "cuda":
             self.wait(f"{func.overloadpacket.__name__}() counts on the device")
             return self._counted(func, args)
@@ -220,16 +222,6 @@ class Recorder(TorchDispatchMode):
             return self._invent(current_place(), tensor.dtype)
         with _disable_current_modes():
             return twin.item()
-
-    def _are_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether two tensors have equal numbers, for the host."""
-        if "cuda" in (one.device.type, other.device.type):
-            self.wait("equal() compares on the device")
-        twins = self._known.get(one), self._known.get(other)
-        if twins[0] is None or twins[1] is None:
-            return bool(self._invent(current_place(), torch.bool))
-        with _disable_current_modes():
-            return torch.equal(twins[0], twins[1])
 
     def _counted(self, func: Any, args: Any) -> Any:
         """Operations whose number of rows depends on data: on the last argument, the only one or a mask."""

@@ -224,8 +224,8 @@ def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
 
 def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
     """The gradients of queries, keys and values, none of a bias, and that of a learned term."""
-    learned = [*map(torch.empty_like, _learned_terms(args))] or [None]
-    return [*map(torch.empty_like, _queries_keys_values(args)), None, *learned]
+    learned: list[torch.Tensor | None] = [*map(torch.empty_like, _learned_terms(args))]
+    return [*map(torch.empty_like, _queries_keys_values(args)), None, *(learned or [None])]
 
 
 def multi_tensor_l2norm(

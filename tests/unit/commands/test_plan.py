@@ -16,11 +16,12 @@ from family_configs import LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE, QWEN_1P5B
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.plan.activations import layer_bytes, microbatches_in_flight
+from nemo_oprd.commands.plan.activations import feed_forward_values, layer_bytes, microbatches_in_flight
 from nemo_oprd.commands.plan.alternatives import alternatives, changed
-from nemo_oprd.commands.plan.attention_kinds import all_attention_flops
+from nemo_oprd.commands.plan.attention_kinds import all_attention_flops, attention_weight_shapes, delta_net_values
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster
+from nemo_oprd.commands.plan.memory import forward_bytes
 from nemo_oprd.commands.plan.operations import step_bytes, step_flops
 from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
 from nemo_oprd.commands.plan.workload import make_workload
@@ -86,10 +87,27 @@ def test_caches_and_attention_of_other_kinds_of_layers() -> None:
     # the state in float32, and three tokens before the convolution
     assert state_bytes(nets, 1, 2, 5) == state_bytes(nets, 1, 2, 5000) == 3 * (4 * 8 * 10 * 4 + 3 * (2 * 16 + 40) * 2)
     assert all_attention_flops(nets, 3, 100) == all_attention_flops(nets, 3, 5000)
+    # product 112 + 8 heads' two numbers, keys 32, again for 4 heads 64, values, rule, norm and gated 160, gate 160
+    assert delta_net_values(nets) == (2 * 16 + 2 * 40 + 8) + 2 * 16 + 2 * 32 + 4 * 40 + 4 * 40 + 4 * 64 + 4 * 12
+    assert attention_weight_shapes(nets) == {(2 * 64 + 2 * 32, 64), (64, 64), (2 * 16 + 2 * 40 + 8, 64), (64, 40)}
 
     latent = replace(plain, latent=LatentAttention(24, 16, 12, 8, 20, 1e-6, 0.2))
     assert cache_bytes_per_token(latent, 1, 2) == cache_bytes_per_token(latent, 2, 2) == 4 * (16 + 8) * 2
     assert all_attention_flops(latent, 4, 1000) == 4 * 2 * 4 * (12 + 8 + 20) * 500
+
+
+def test_the_shared_expert_and_the_places_of_tokens() -> None:
+    """Of a layer with experts, beside those that a router chooses; the places are of Megatron-Bridge's models only."""
+    spec = parse_model_spec(QWEN3_MOE)
+    assert spec.experts is not None
+    plain, d = feed_forward_values(spec, Layout()), spec.hidden_size
+    shared = replace(spec, experts=replace(spec.experts, shared_ffn_size=48))
+    assert feed_forward_values(shared, Layout()) == plain + 5 * 48 + d
+    assert feed_forward_values(shared, Layout(tensor=2)) == plain + 5 * 24 + d
+    assert forward_bytes(shared, Layout(), 2) == forward_bytes(spec, Layout(), 2) + 2 * d
+    provided = replace(spec, family=replace(spec.family, own=False))
+    # two integers of four bytes per expert, and one
+    assert 2 * (feed_forward_values(provided, Layout()) - plain) == 4 * (2 * spec.experts.count + 1)
 
 
 def test_what_no_gradient_reaches_is_not_trained() -> None:

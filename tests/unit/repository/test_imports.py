@@ -122,6 +122,7 @@ def test_benchmarks_and_studies_import_in_one_direction() -> None:
 
 # the tests of benchmarks, and the programs that these start
 OF_BENCHMARKS = {
+    "bridge_recipe_cases",
     "interrupted_evaluations", "interrupted_runs", "test_benchmarks", "test_gpu_check", "test_plan",
     "test_planted_faults", "test_rollout_benchmark", "test_sigkill", "test_teacher_tables", "test_timeline_benchmark",
     "test_timeline_model", "test_vllm_kills",
