@@ -212,13 +212,13 @@ def across_families(cases: list[dict[str, Any]]) -> None:
         fit_and_verify(**case)
 
 
-def train(runs: list[list[str]]) -> None:
-    """`nemo-oprd train` with each list of settings, one after the other."""
+def train(runs: list[list[str]], config: str = "verify") -> None:
+    """`nemo-oprd train` with each list of settings of a configuration, one after the other."""
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.train import train as command
 
     for overrides in runs:
-        command(load_config("verify", overrides))
+        command(load_config(config, overrides))
 
 
 def verify_and_train(runs: dict[str, list[str]], trained: list[list[str]]) -> None:

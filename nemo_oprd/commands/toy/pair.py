@@ -260,7 +260,7 @@ def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
 
 
 def _gpt_oss(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
-    """Windows of 16 tokens in every other layer, learned terms in the softmax, four experts."""
+    """Windows of 16 tokens in every other layer, learned terms in the softmax, four experts, YaRN from 32 positions."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
@@ -270,7 +270,13 @@ def _gpt_oss(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
         num_local_experts=2 * EXPERTS_PER_TOKEN,
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         sliding_window=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={
+            "rope_type": "yarn",  # the only one that Megatron-Bridge builds for this family
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": MAX_POSITIONS // 4,
+            "truncate": False,
+        },
     )
 
 

@@ -23,6 +23,8 @@ from nemo_oprd.models.megatron import versions
 _EPS = 1e-6
 # tokens whose changes of the state are solved for together, as in transformers and FLA
 CHUNK = 64
+# a sequence that is shorter than a chunk is padded to a multiple of this
+GRAIN = 16
 TORCH, FLA = "torch (slower than FLA)", "FLA"
 # of Megatron's layer: decorated with torch.compile, whose compiler takes seconds for nothing on a CPU
 _COMPILED = ("_apply_gated_norm", "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta")
@@ -93,16 +95,17 @@ def gated_delta_rule(
     assert initial_state is None and not output_final_state and not use_qk_l2norm_in_kernel
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     tokens, bounds = q.shape[1], _bounds(q.shape[1], cu_seqlens)
-    groups: dict[int, list[tuple[int, int]]] = {}  # number of chunks -> (first token, end) of the sequences
+    groups: dict[int, list[tuple[int, int]]] = {}  # padded length -> (first token, end) of the sequences
     for start, end in itertools.pairwise(bounds):
+        unit = GRAIN if end - start < CHUNK else CHUNK
         if end > start:
-            groups.setdefault(-(-(end - start) // CHUNK), []).append((start, end))
+            groups.setdefault(-(-(end - start) // unit) * unit, []).append((start, end))
     # a row of zeros behind the tokens stands for padding, which changes no state
     given = [pad(_wide(part[0]), (0, 0) * (part.dim() - 2) + (0, 1)) for part in (q, k, v, g, beta)]
     given[0] = given[0] * scale
     outputs, order = [], []
-    for chunks, sequences in groups.items():
-        places = torch.full((len(sequences), chunks * CHUNK), tokens)
+    for padded, sequences in groups.items():
+        places = torch.full((len(sequences), padded), tokens)
         for row, (start, end) in enumerate(sequences):
             places[row, : end - start] = torch.arange(start, end)
         here = places.to(q.device)
@@ -117,14 +120,17 @@ def gated_delta_rule(
 def _rule_of_sequences(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """q, k [B, H, T, K], v [B, H, T, V], g, beta [B, H, T] of B sequences of whole chunks -> [B, H, T, V].
+    """q, k [B, H, T, K], v [B, H, T, V], g, beta [B, H, T] of B sequences -> [B, H, T, V].
+
+    T is a multiple of `CHUNK`, or less: then it is the size of the only chunk.
 
     Within a chunk, the corrections of all tokens are the solution of a triangular system: each depends on those before
     it, weighed by the products of the keys. The state is handed from chunk to chunk.
     """
-    q, k, v, g, beta = (tensor.unflatten(2, (-1, CHUNK)) for tensor in (q, k, v, g, beta))
-    total = g.cumsum(-1)  # [B, H, chunks, CHUNK], the decay from the chunk's start, as a logarithm
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    size = min(CHUNK, q.shape[2])
+    q, k, v, g, beta = (tensor.unflatten(2, (-1, size)) for tensor in (q, k, v, g, beta))
+    total = g.cumsum(-1)  # [B, H, chunks, size], the decay from the chunk's start, as a logarithm
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     weighed = k * beta[..., None]
     system = weighed @ k.mT * decay  # of which the solver reads what is below the diagonal

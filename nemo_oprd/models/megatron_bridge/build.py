@@ -74,9 +74,22 @@ class ProvidedModel(ModelStage):
         """
         prepared = self._preprocess(input_ids=input_ids, position_ids=None, packed_seq_params=sequences)
         embedded, rotary = prepared[:2]
+        # Gemma 3 has those of two kinds of layers, in a further dimension
+        if rotary is not None and rotary.dim() == 4 and not self.config.apply_rope_fusion:
+            rotary = _of_every_token(rotary, sequences.cu_seqlens_q)
         return self.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=sequences
         )
+
+
+def _of_every_token(rotary: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Angles by position [longest, 1, 1, C] -> those of all tokens of a whole pack [S, 1, 1, C].
+
+    With as many rows as tokens, Megatron rotates all sequences at once, otherwise one after the other. Its fused
+    kernels want angles by position.
+    """
+    places = torch.arange(int(cu_seqlens[-1]), device=rotary.device)
+    return rotary[places - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())]
 
 
 @functools.cache

@@ -340,6 +340,27 @@ def test_experts(tmp_path):
             pair.make_tiny_pair(directory, steps=8, experts=asked)
 
 
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("qwen3_5", ["linear_attention", "linear_attention", "linear_attention", "full_attention"]),
+        ("gpt_oss", ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]),
+    ],
+)
+def test_families_of_megatron_bridge(family, kinds):
+    """What provider=bridge builds, with YaRN for gpt-oss. The settings of other pairs stay as they were."""
+    recipe = pair.Recipe(0, 400, None, 4, 32, family=family)
+    config = pair.new_model(recipe).config
+    assert config.layer_types == kinds
+    assert config.rope_parameters["rope_type"] == {"qwen3_5": "default", "gpt_oss": "yarn"}[family]
+    assert recipe.settings()["family"] == family
+    assert "family" not in pair.Recipe(0, 400, None, 4, 32).settings()
+    with pytest.raises(ValueError, match=rf"family='{family}', experts=4; expected one of qwen3_5, gpt_oss without"):
+        pair.Recipe(0, 400, None, 4, 32, experts=4, family=family)
+    with pytest.raises(ValueError, match="family='qwen35', experts=0; expected one of qwen3_5, gpt_oss"):
+        pair.Recipe(0, 400, None, 4, 32, family="qwen35")
+
+
 def test_a_pair_of_an_earlier_version_is_refused(tmp_path):
     """The default width was 96; a pair of that width is neither replaced nor taken for the present one."""
     earlier = pair.Recipe(seed=0, steps=400, student_step=None, layers=4, hidden=96)

@@ -11,10 +11,10 @@ from family_configs import QWEN3
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet
 from nemo_oprd.models.canary.delta_rule import recurrence
-from nemo_oprd.models.megatron.delta_net import CHUNK, causal_convolution, gated_delta_rule, l2norm
+from nemo_oprd.models.megatron.delta_net import CHUNK, GRAIN, causal_convolution, gated_delta_rule, l2norm
 
-# of a pack: one token, a whole chunk, several chunks and a part, no tokens
-LENGTHS = (1, CHUNK, 2 * CHUNK + 7, 0)
+# of a pack: one token, a whole chunk, several chunks and a part, no tokens, parts of a chunk
+LENGTHS = (1, CHUNK, 2 * CHUNK + 7, 0, GRAIN + 3, CHUNK - 1)
 HEADS, KEYS, VALUES = 3, 8, 6
 
 

@@ -163,21 +163,35 @@ class DotProductAttention(WithExtraState):
             assert not bool((lengths % (2 * size)).any()), "lengths must be multiples of 2 * context parallel size"
             order = torch.cat([_positions(lengths, size, other) for other in range(size)]).argsort()
             key, value = (Gather.apply(part, self.cp_group)[order] for part in (key, value))
-        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-        where = torch.arange(len(sequence))
-        mine = _positions(lengths, size, rank)
-        allowed = (sequence[mine][:, None] == sequence[None]) & (mine[:, None] >= where[None])
+        lengths = lengths[lengths > 0]
+        own = lengths // size
+        place_in_sequence = _positions(lengths, size, rank) - (lengths.cumsum(0) - lengths).repeat_interleave(own)
+        (query_rows, is_query), (key_rows, is_key) = _side_by_side(own), _side_by_side(lengths)
+        positions, places = place_in_sequence[query_rows][:, :, None], torch.arange(key_rows.shape[1])
+        allowed = is_key[:, None] & (positions >= places)  # [sequences, queries, keys]
         if self.left is not None:
-            allowed &= mine[:, None] - where[None] <= self.left
-        key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
-        scores = torch.einsum("qac,kac->aqk", query, key).float() * self.scale
-        scores = scores.masked_fill(~allowed, -torch.inf)
+            allowed &= positions - places <= self.left
+        query, key, value = query[query_rows], key[key_rows], value[key_rows]
+        key, value = (part.repeat_interleave(self.heads // self.groups, dim=2) for part in (key, value))
+        scores = torch.einsum("bqac,bkac->baqk", query, key).float() * self.scale
+        scores = scores.masked_fill(~allowed[:, None], -torch.inf)
         if self.softmax_type == "learnable":  # a further key for every head, whose value is zero
-            extra = self.softmax_offset.float()[:, None, None].expand(-1, len(mine), 1)
+            extra = self.softmax_offset.float()[:, None, None].expand(*scores.shape[:3], 1)
             weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1].to(query.dtype)
         else:
             weights = scores.softmax(-1).to(query.dtype)
-        return torch.einsum("aqk,kac->qac", weights, value).flatten(1)
+        return torch.einsum("baqk,bkac->bqac", weights, value)[is_query].flatten(1)
+
+
+def _side_by_side(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences that lie one behind the other, each padded to the longest, as two tensors [sequences, longest].
+
+    Returns:
+        The row of each token, in padding that of the sequence's first token; whether there is a token.
+    """
+    starts, places = (lengths.cumsum(0) - lengths)[:, None], torch.arange(int(lengths.max()))
+    there = places < lengths[:, None]
+    return starts + places * there, there
 
 
 def _positions(lengths: torch.Tensor, size: int, rank: int) -> torch.Tensor:
