@@ -67,11 +67,12 @@ def _without_copies_of_data(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Loads those that the model would copy by way of `.data`: this rank's part of the first dimension."""
     parameters: dict[str, Any] = dict(model.named_parameters())
+    mapper: Any = model.hf_to_vllm_mapper
     for name, tensor in tensors:
         if not name.endswith(_DATA):
             yield name, tensor
             continue
-        ((mapped, tensor),) = model.hf_to_vllm_mapper.apply([(name, tensor)])  # type: ignore[operator, union-attr]
+        ((mapped, tensor),) = mapper.apply([(name, tensor)])
         parameter = parameters[mapped]
         size = parameter.shape[0]
         parameter.weight_loader(parameter, tensor.narrow(0, get_tensor_model_parallel_rank() * size, size))
@@ -82,17 +83,22 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
 
     Tied weights belong to several modules and come once; attention's own parameters, scales of its cache, never come.
     """
-    fresh = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if not parameter.is_meta}
-    found = []
+    fresh = {_storage(parameter) for parameter in model.parameters() if not parameter.is_meta}
+    waiting: dict[str, set[int]] = {}
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
-        if not info.can_load() or info.load_numel > 0 or info.kernel_tensors is None:
+        if not info.can_load() or info.kernel_tensors is None:
             continue
-        parameters = info.kernel_tensors[0].values()
-        stale = [each for each in parameters if each.untyped_storage().data_ptr() not in fresh]
-        if stale and not is_deferred_attention_layer(module):
-            found.append(name)
-    return found
+        kept = {_storage(parameter) for parameter in info.kernel_tensors[0].values()}
+        if info.load_numel > 0:  # some of its tensors have come; a padded vocabulary is never complete
+            fresh |= kept
+        elif not is_deferred_attention_layer(module):
+            waiting[name] = kept
+    return [name for name, kept in waiting.items() if kept - fresh]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def give_up_reload(model: torch.nn.Module, model_config: Any) -> None:
