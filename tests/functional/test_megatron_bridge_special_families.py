@@ -148,12 +148,6 @@ def other_runs(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: 
     return start(megatron_bridge, models, tmp_path_factory.mktemp("others"), sorted(set(RUNS) - QUICK), [])
 
 
-@pytest.fixture(scope="module")
-def other_families(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    families = [family for family in SPECIAL_FAMILIES if family != TRAINED_QUICKLY]
-    return start(megatron_bridge, models, tmp_path_factory.mktemp("trained"), [], families)
-
-
 @pytest.mark.parametrize("case", parameters(RUNS, QUICK), ids=lambda case: ", ".join(case))
 def test_gradients(request: pytest.FixtureRequest, models: Path, tmp_path: Path, case: tuple[str, str]) -> None:
     found = request.getfixturevalue("quick" if case in QUICK else "other_runs") / place(*case)
@@ -212,8 +206,13 @@ def test_gradients_of_a_student_of_another_family(models: Path, behind_bridges: 
 
 
 @pytest.mark.parametrize("family", parameters(list(SPECIAL_FAMILIES), {TRAINED_QUICKLY}))
-def test_training_resumes_at_another_layout(request: pytest.FixtureRequest, models: Path, family: str) -> None:
-    trained = request.getfixturevalue("quick" if family == TRAINED_QUICKLY else "other_families")
+def test_training_resumes_at_another_layout(
+    request: pytest.FixtureRequest, megatron_bridge: dict[str, str], models: Path, tmp_path: Path, family: str
+) -> None:
+    if family == TRAINED_QUICKLY:
+        trained = request.getfixturevalue("quick")
+    else:
+        trained = start(megatron_bridge, models, tmp_path, [], [family])
     whole, parts = (load_file(trained / f"{family}-{kind}" / "hf" / "model.safetensors") for kind in ("whole", "parts"))
     before = load_file(models / family / "student" / "model.safetensors")
     assert set(whole) == set(parts) == set(before)
