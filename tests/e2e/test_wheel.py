@@ -23,6 +23,7 @@ PROGRAMS = {
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_door.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_files.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_group.py",
+    "nemo_oprd/rollout/vllm/worker/nemo_oprd_reload.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_serve.py",
     "nemo_oprd/rollout/vllm/worker/nemo_oprd_worker.py",
 }
@@ -104,7 +105,7 @@ def test_the_files_of_the_wheel(wheel: Path) -> None:
     sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "nemo_oprd").rglob("*.py")}
     configurations = {f"nemo_oprd/_conf/{file.name}" for file in (ROOT / "conf").glob("*.yaml")}
     assert packed == sources | configurations | PAGES | SHIM
-    assert packed >= PROGRAMS and len(configurations) == 16
+    assert packed >= PROGRAMS and len(configurations) == 18
 
 
 def test_the_entry_points(wheel: Path) -> None:

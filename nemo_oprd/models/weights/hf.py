@@ -100,12 +100,16 @@ class HFCheckpoint:
         return sorted(self._tensors.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading the data."""
+        """Shape of a tensor, without reading the data. Raises ValueError if its numbers stand for others."""
         stored, expert, half = self._stored(name)
-        shape = tuple(self._slice(stored).get_shape())
+        shape = tuple(self._numbers(stored).get_shape())
         if expert is None or (half is not None and len(shape) != 3):
             return shape
         return shape[1:] if half is None else (shape[1] // 2, shape[2])
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor of `keys`, whatever its numbers stand for; a server may compute what is not read here."""
+        return tuple(self._slice(name).get_shape())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored, expert, half = self._stored(name)
@@ -133,7 +137,7 @@ class HFCheckpoint:
         return self._tensors.slice(name, self._stored_slice)
 
     def _numbers(self, name: str) -> Any:
-        """The same. Raises ValueError if it stands for other numbers than it holds."""
+        """The same. Raises ValueError if its numbers stand for others."""
         found = self._slice(name)
         if found.get_dtype() not in PLAIN_DTYPES:
             raise ValueError(

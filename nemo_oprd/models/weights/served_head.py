@@ -50,7 +50,7 @@ class ServedHead:
                 f"{checkpoint.path}: {', '.join(changes)} changes the logits of a teacher with teacher.engine=vllm, "
                 f"which the trainer would compute as a product with its head alone; expected none: {_INSTEAD}"
             )
-        found = [name for name in names if checkpoint.shape(name) == shape]
+        found = [name for name in names if checkpoint.stored_shape(name) == shape]
         heads = [name for name in found if name.endswith(_HEADS)]
         chosen = heads if heads and not spec.tied_embeddings else [name for name in found if name not in heads]
         if len(chosen) != 1:

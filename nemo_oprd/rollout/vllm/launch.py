@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.config.schema import Config, ServerConfig
-from nemo_oprd.models import ModelSpec, read_hf_config
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.quantization import KEY, known_quantization
 from nemo_oprd.models.rope import parse_ropes
 from nemo_oprd.models.text_tower import language_model_architecture
@@ -128,10 +128,11 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
 def _config_overrides(directory: Path) -> dict[str, Any]:
     """What servers of a student read otherwise than its config.json says: the trainer sends plain weights."""
     overrides: dict[str, Any] = {}
-    inner = language_model_architecture(read_json(directory / "config.json", "a model's config", "copy it again"))
+    hf_config = read_json(directory / "config.json", "a model's config", "copy it again")
+    inner = language_model_architecture(hf_config)
     if inner is not None:  # of a language model alone, by the names that they have there
         overrides["architectures"] = [inner]
-    if known_quantization(read_hf_config(directory)) is not None:  # and dequantised
+    if known_quantization(hf_config) is not None:  # and dequantised
         overrides[KEY] = None
     return overrides
 
