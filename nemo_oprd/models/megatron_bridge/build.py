@@ -74,8 +74,10 @@ class ProvidedModel(ModelStage):
         """
         prepared = self._preprocess(input_ids=input_ids, position_ids=None, packed_seq_params=sequences)
         embedded, rotary = prepared[:2]
-        # Gemma 3 has those of two kinds of layers, in a further dimension
-        if rotary is not None and rotary.dim() == 4 and not self.config.apply_rope_fusion:
+        # Gemma 3 has those of two kinds of layers, in a further dimension; with CUDA, Megatron would wait for the
+        # device once per sequence and layer to use them
+        one_rotation = rotary is not None and rotary.dim() == 4 and not self.config.apply_rope_fusion
+        if one_rotation and rotary.device.type == "cpu":
             rotary = _of_every_token(rotary, sequences.cu_seqlens_q)
         return self.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=sequences

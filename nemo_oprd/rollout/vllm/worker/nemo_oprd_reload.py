@@ -90,7 +90,8 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
         if not info.can_load() or info.kernel_tensors is None:
             continue
         kept = {_storage(parameter) for parameter in info.kernel_tensors[0].values()}
-        if info.load_numel > 0:  # some of its tensors have come; a padded vocabulary is never complete
+        # tensors of it have come: all of a padded vocabulary never do, and a worker may have its padding only
+        if info.loaded_weights:
             fresh |= kept
         elif not is_deferred_attention_layer(module):
             waiting[name] = kept
