@@ -29,7 +29,7 @@ LOGPROB_TOLERANCE = 1e-4
 STEPS = 3
 
 
-@pytest.mark.parametrize("family", ["gemma", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma", pytest.param("gemma3_text", marks=pytest.mark.slow), "gpt_oss"])
 def test_family(tmp_path: Path, family: str) -> None:
     """Also of experts with biases, windows, sinks, and two kinds of RoPE in one model."""
     environment = make_environment()

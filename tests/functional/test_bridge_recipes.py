@@ -36,6 +36,7 @@ def test_the_page_has_the_rows_of_today(megatron_bridge: dict[str, str]) -> None
     run(megatron_bridge, 0, CASES, "page")
 
 
+@pytest.mark.slow
 @pytest.mark.recipes
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", OF_MEGATRON_BRIDGE)

@@ -64,6 +64,7 @@ def last_states(directory: Path, inputs: torch.Tensor) -> torch.Tensor:
         return model(inputs, use_cache=False, output_hidden_states=True).hidden_states[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_short_run_brings_the_student_nearer_to_its_teacher(distilled: Path, family: str) -> None:
     """On the correct responses to held-out problems, which the student did not sample."""
