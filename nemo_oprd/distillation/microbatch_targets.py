@@ -124,7 +124,6 @@ def output_head_losses(
             response=on_device(response[row]),
             teacher=sent[part],
             teacher_head=student.teacher_head(teacher) if term.sends_states else None,
-            teacher_cap=objective.run.teachers[teacher].spec.output_cap,
             scale=term.weight,
             chunk_tokens=term.chunk_tokens,
             old_logprob=None if sampled_logprobs is None else sampled_logprobs[m],

@@ -9,7 +9,7 @@ losses of an update measured into metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,13 @@ from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, OUTPUT_METRICS,
 from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.vocab_parallel import VocabShard
+from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
+from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.optimizer import main_gradient
 from nemo_oprd.models.megatron.parallel import Role, device, on_device
 from nemo_oprd.models.weights.hf import TensorReader
+from nemo_oprd.models.weights.served_head import ServedHead
 
 # metric of `OutputRows` -> name of its mean over rows in metrics.jsonl; "" for one that is only part of other metrics
 ROW_METRICS = {
@@ -100,20 +102,34 @@ def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabSha
     return VocabShard(role.member_coords.tensor * size, size, vocab_size, group, model.output_cap)
 
 
+def read_teacher_head(spec: ModelSpec, read: TensorReader) -> OutputHead:
+    """A teacher's LM head for all of its ids, in the dtype of its files; `read` returns a tensor by its HF name.
+
+    Only teachers that servers compute may have a bias or a scale; `build_chunks` refuses such a model in this process.
+    """
+    weight = read("model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight")
+    bias = read.bias() if isinstance(read, ServedHead) else None
+    return OutputHead(weight, bias, spec.output_cap, spec.output_scale)
+
+
 def load_teacher_head(
     model: DistillingModel, role: Role, dtype: torch.dtype, match: TeacherMatch, read: TensorReader
-) -> torch.Tensor | None:
-    """A teacher's LM head [V, D] for the ids of the student's head on this tensor rank; None before the last stage.
+) -> OutputHead | None:
+    """A teacher's LM head for the ids of the student's head on this tensor rank; None before the last stage.
 
     `model` is the student's last chunk; `read` returns a tensor of the teacher by its HF name.
     """
     if not model.post_process:
         return None
-    whole = read("model.embed_tokens.weight" if match.spec.tied_embeddings else "lm_head.weight")
+    whole = read_teacher_head(match.spec, read)
     shard = vocab_shard(model, role, match.shared_vocab)
-    part = whole[shard.start : min(shard.start + shard.size, match.shared_vocab)].to(device(), dtype)
-    # zero rows for the ids that only one of the models has; the loss ignores these ids
-    return torch.nn.functional.pad(part, (0, 0, 0, shard.size - len(part)))
+
+    def part(ids_first: torch.Tensor) -> torch.Tensor:
+        held = ids_first[shard.start : min(shard.start + shard.size, match.shared_vocab)].to(device(), dtype)
+        # zero rows for the ids that only one of the models has; the loss ignores these ids
+        return torch.cat([held, held.new_zeros(shard.size - len(held), *held.shape[1:])])
+
+    return replace(whole, weight=part(whole.weight), bias=None if whole.bias is None else part(whole.bias))
 
 
 @dataclass
@@ -121,7 +137,7 @@ class OutputHeadLoss:
     """The output loss of one microbatch on this rank, for n rows.
 
     `teacher` holds the teacher's log-probability and entropy per row [n, 2], or its final hidden states [n, D], which
-    `teacher_head` [V, D] turns into logits (D is the teacher's hidden size here), and `teacher_cap` bounds these.
+    `teacher_head` turns into logits (D is the teacher's hidden size here).
     `scale` is the weight of the loss in the total loss; with 0 the loss is only measured. `old_logprob` holds the
     tokens' log-probabilities under the weights that sampled them; None if these are the current weights.
     `engine_logprob` holds them as the engine computed them; None without a correction. `token_slots` says where the
@@ -137,8 +153,7 @@ class OutputHeadLoss:
     weight: torch.Tensor  # [n] float32, includes 1 / (global counts)
     response: torch.Tensor  # [n] int64, index of the rollout
     teacher: torch.Tensor
-    teacher_head: torch.Tensor | None
-    teacher_cap: float | None
+    teacher_head: OutputHead | None
     scale: float
     chunk_tokens: int
     old_logprob: torch.Tensor | None = None  # [n]
@@ -158,7 +173,7 @@ class OutputHeadLoss:
         head = self.model.output_weight()
         teacher: Teacher = self.teacher[:, 0]
         if self.teacher_head is not None:
-            teacher = TeacherStates(self.teacher, self.teacher_head, self.teacher_cap)
+            teacher = TeacherStates(self.teacher, self.teacher_head)
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
         settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
         settings["engine_logprob_N"] = self.engine_logprob

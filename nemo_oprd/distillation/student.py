@@ -26,6 +26,7 @@ from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective, StepObjective
 from nemo_oprd.distillation.output_head import load_teacher_head
 from nemo_oprd.distillation.trained_projectors import attach_projectors
+from nemo_oprd.losses.vocab_parallel import OutputHead
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.kernels import accumulate_in_products, chosen_kernels
 from nemo_oprd.models.megatron.model import DistillingModel, build_chunks, layer_backend
@@ -103,7 +104,7 @@ class Student:
         self.optimizer: Any = None
         self.average: EmaTeacher | None = None
         self.optimizer_steps = 0
-        self._teacher_heads: list[torch.Tensor | None] = [None] * len(objective.teachers)
+        self._teacher_heads: list[OutputHead | None] = [None] * len(objective.teachers)
         if not role.is_member:
             if trainable:
                 join_optimizer_creation()
@@ -147,13 +148,13 @@ class Student:
         layers = self.chunks[0].backend if self.chunks else layer_backend(self.dtype)
         return chosen_kernels(layers, self.dtype, inner, delta_net=self.spec.delta is not None)
 
-    def teacher_head(self, number: int) -> torch.Tensor | None:
-        """A teacher's current LM head [V, D]; None before the last stage, or if the teacher sends no final states."""
+    def teacher_head(self, number: int) -> OutputHead | None:
+        """A teacher's current LM head; None before the last stage, or if the teacher sends no final states."""
         if not TEACHER_KINDS[self.config.teacher.weights].moves:
             return self._teacher_heads[number]
         # such a teacher has the student's layout, so this rank holds the shard that it needs
         chunks = self.chunks if self.average is None else self.average.chunks
-        return chunks[-1].output_weight().detach()
+        return OutputHead(chunks[-1].output_weight().detach(), cap=chunks[-1].output_cap)
 
     def zero_gradients(self) -> None:
         """Clears the gradients of the previous update."""

@@ -9,7 +9,7 @@ are rounded to bfloat16, as in any backward pass of a head) and accumulate in fl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from nemo_oprd.losses.divergences import OutputRows, output_rows
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import (
+    OutputHead,
     VocabShard,
     compute_dtype,
     gather_ids,
@@ -29,14 +30,13 @@ from nemo_oprd.losses.vocab_parallel import (
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """The teacher before its head: hidden states [N, D_T] of the student's rows and this rank's head shard [size, D_T].
+    """The teacher before its head: hidden states [N, D_T] of the student's rows and this rank's shard of its head.
 
-    The shards of both models cover the same ids; widths, dtypes and caps of the two models may differ.
+    The shards of both models cover the same ids; widths, dtypes, caps, scales and biases of the two models may differ.
     """
 
     hidden: torch.Tensor
-    head: torch.Tensor
-    cap: float | None = None
+    head: OutputHead
 
 
 # the teacher's distribution, or only its log-probabilities [N] of the sampled tokens at the loss's temperature
@@ -209,8 +209,7 @@ def _rows(
     teacher_CV = None
     if isinstance(teacher, TeacherStates):
         # from here on, both models have the student's precision
-        theirs = replace(shard, cap=teacher.cap)
-        teacher_CV = head_logits(teacher.hidden[chunk], teacher.head, theirs).to(student_CV.dtype)
+        teacher_CV = teacher.head.logits(teacher.hidden[chunk], shard).to(student_CV.dtype)
     rows = output_rows(
         loss,
         student_CV,

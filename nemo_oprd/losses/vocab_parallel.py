@@ -101,6 +101,44 @@ def head_logits(hidden_CD: torch.Tensor, head_VD: torch.Tensor, shard: VocabShar
     return cap_(logits_CV, shard.cap)
 
 
+@dataclass(frozen=True)
+class OutputHead:
+    """What turns a model's final states into logits: scale * bound(states weight^T + bias), in vLLM's order.
+
+    Attributes:
+        weight: [size, D], this rank's ids.
+        bias: [size]; None for a head without.
+        cap: of the bound, see `cap_`; None: the logits are not bounded.
+        scale: by which the logits are multiplied (Cohere, Granite).
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    cap: float | None = None
+    scale: float = 1.0
+
+    @property
+    def terms(self) -> str:
+        """What there is beside the matrix, for messages.
+
+        >>> OutputHead(torch.zeros(2, 3), cap=30.0).terms
+        'cap 30.0, scale 1.0 and no bias'
+        """
+        return f"cap {self.cap}, scale {self.scale} and {'no' if self.bias is None else 'a'} bias"
+
+    def to(self, dtype: torch.dtype) -> OutputHead:
+        """The same head in this precision."""
+        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
+    def logits(self, hidden_CD: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+        """Of states [c, D] for this rank's real ids: float32 [c, real]; the shard's own cap is of another model."""
+        logits_CV = head_logits(hidden_CD, self.weight, replace(shard, cap=None))
+        if self.bias is not None:
+            logits_CV.add_(self.bias[: shard.real])
+        cap_(logits_CV, self.cap)
+        return logits_CV if self.scale == 1.0 else logits_CV.mul_(self.scale)
+
+
 def log_softmax_(all_logits: list[torch.Tensor], shard: VocabShard, temperature: float) -> torch.Tensor:
     """In place: the logits z [c, V] of each of M models become log softmax(z / temperature) over the whole vocabulary.
 

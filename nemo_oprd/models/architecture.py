@@ -97,6 +97,7 @@ class ModelSpec:
     where it is not `rope`; `post_norms` whether there are norms behind attention and feed-forward block, too;
     `attention_cap` and `output_cap` bound the products of queries and keys, and the logits, by cap * tanh(x / cap); the
     first one is 0 in a model of a family with bounds that has none. Only families of Megatron-Bridge differ in these.
+    `output_scale` multiplies the logits; only a teacher that servers compute may have another one than 1.
     """
 
     family: Family = field(compare=False, repr=False)
@@ -131,6 +132,7 @@ class ModelSpec:
     post_norms: bool = False
     attention_cap: float | None = None
     output_cap: float | None = None
+    output_scale: float = 1.0
 
     @property
     def rotary_dim(self) -> int:

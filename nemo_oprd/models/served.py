@@ -55,7 +55,21 @@ def read_served_spec(path: str | Path) -> ModelSpec:
         qk_norm=False,
         dtype=source_dtype(named),
         hf_config=hf_config,
+        output_cap=text.get("final_logit_softcapping") or None,
+        output_scale=_output_scale(text, source),
     )
+
+
+def _output_scale(text: dict, source: str) -> float:
+    """By which the family multiplies its logits: Cohere and Falcon-H1 name the factor, Granite its reciprocal."""
+    for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
+        given = text.get(name)
+        if given is None:
+            continue
+        if not isinstance(given, int | float) or isinstance(given, bool) or given == 0:
+            raise ValueError(f"{source}: {name}={given!r}; expected a number other than 0: copy the file again")
+        return 1.0 / given if name == "logits_scaling" else float(given)
+    return 1.0
 
 
 def _check_rope(text: dict, source: str) -> None:

@@ -18,6 +18,7 @@ from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds, WatchedMetrics
 from nemo_oprd.distillation.objective import Objective
+from nemo_oprd.distillation.output_head import read_teacher_head
 from nemo_oprd.distillation.student import ChunkBuilder, Student
 from nemo_oprd.distillation.teacher import MegatronTeacher, Teacher
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
@@ -239,7 +240,9 @@ def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
     try:
         for number in run.config.served_teachers:
             teacher = run.models.teachers[number]
-            head = partial(plan.files.teachers[number].open(), "lm_head.weight") if plan.needs.teacher_states else None
+            head = None
+            if plan.needs.teacher_states:
+                head = partial(read_teacher_head, teacher.spec, plan.files.teachers[number].open())
             # nothing of one run goes into a server that several share
             is_shared = bool(run.config.teacher_endpoints(number))
             bridge = None if is_shared else ServedBridge.of(plan.objective.teachers[number])

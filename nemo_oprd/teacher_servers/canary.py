@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.canary import CanaryVerdict, canary_key, canary_prompts, keep_verdict, kept_verdict, prove
 from nemo_oprd.models.canary.head import head_rows, prove_head
@@ -48,7 +49,7 @@ class Canary:
     spec: ModelSpec
     directory: Path
     dtype: str
-    head: Callable[[], torch.Tensor] | None
+    head: Callable[[], OutputHead] | None
     bridge: ServedBridge | None = None
     logprobs: bool = False
     verdict: CanaryVerdict | None = None  # of the last proof
@@ -150,13 +151,14 @@ class Canary:
                 ]
             )
         )
-        logits = states.to(torch.float32) @ self.head().to("cpu", torch.float32).T
+        head = self.head().to(torch.float32)
+        logits = head.logits(states.to(torch.float32), VocabShard(0, len(head.weight), vocabulary))
         ours = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         gap = float((ours - own[:, 0]).abs().max())
         if not gap < _HEAD_TOLERANCE[self.dtype]:
             raise ValueError(
                 f"{self.directory}: log-probabilities by the teacher's LM head in its files differ from the server's "
-                f"by {gap:.1e}; expected at most {_HEAD_TOLERANCE[self.dtype]:g}, without scale, bias or cap: "
+                f"by {gap:.1e}; expected at most {_HEAD_TOLERANCE[self.dtype]:g}, with {head.terms}: "
                 "take loss.output.kind=sampled_token, for which the server applies the head, and "
                 "logging.output_metrics_every=0"
             )

@@ -67,7 +67,7 @@ def _resident(distiller: Distiller) -> dict[str, int]:
         "optimizer": _storage_bytes([value for value in states if torch.is_tensor(value) and value.numel() > 1])
         + _storage_bytes(copies),
         "teacher weights": _storage_bytes(teachers),
-        "teacher's head": _storage_bytes([head for head in student._teacher_heads if head is not None]),
+        "teacher's head": _storage_bytes([head.weight for head in student._teacher_heads if head is not None]),
     }
 
 

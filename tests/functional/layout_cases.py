@@ -51,6 +51,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
     },
 }
+# teachers for servers alone: families that do more with logits than multiply states by a matrix
+OTHER_HEADS: dict[str, dict[str, Any]] = {
+    "cap": {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 0.5, "tie_word_embeddings": True},
+    "scale": {"model_type": "granite", "logits_scaling": 0.25, "tie_word_embeddings": True},
+    "bias": {"model_type": "phi", "tie_word_embeddings": False},
+}
 # layers of students that are not as deep as their teachers
 STUDENT_LAYERS = {"pruned": 6}
 K = 48
@@ -186,7 +192,7 @@ def save_model(path: Path, family: str, seed: int, layers: int = LAYERS) -> None
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        **MODELS[family],
+        **(MODELS | OTHER_HEADS)[family],
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=48,

@@ -13,7 +13,7 @@ from nemo_oprd.losses.chunked import (
     output_metrics,
 )
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.vocab_parallel import VocabShard, head_logits, top_k_ids
+from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard, head_logits, top_k_ids
 
 REAL, WIDTH, TEACHER_WIDTH, CHUNK = 61, 6, 9, 4
 
@@ -55,21 +55,31 @@ def split_against_whole(
     hidden, head = random(rows, WIDTH), random(ranks * size, WIDTH)
     teacher_hidden, teacher_head = random(rows, TEACHER_WIDTH), random(ranks * size, TEACHER_WIDTH)
     tokens, weight = torch.randint(0, REAL, (rows,), generator=g), torch.rand(rows, generator=g)
-    for padded in (head, teacher_head):
+    teacher_bias = random(ranks * size)
+    for padded in (head, teacher_head, teacher_bias):
         padded[REAL:] = torch.nan
     mine = slice(rank * size, (rank + 1) * size)
     whole, shard = VocabShard(0, ranks * size, REAL), VocabShard(mine.start, size, REAL, dist.group.WORLD)
     report = {}
     for loss in losses:
-        everything = (loss, hidden, head, TeacherStates(teacher_hidden, teacher_head), tokens, weight, whole)
-        split = (loss, hidden, head[mine], TeacherStates(teacher_hidden, teacher_head[mine]), tokens, weight, shard)
+        everything = (
+            loss,
+            hidden,
+            head,
+            TeacherStates(teacher_hidden, OutputHead(teacher_head, teacher_bias)),
+            tokens,
+            weight,
+            whole,
+        )
+        theirs = TeacherStates(teacher_hidden, OutputHead(teacher_head[mine], teacher_bias[mine]))
+        split = (loss, hidden, head[mine], theirs, tokens, weight, shard)
         expected = chunked_output_loss(*everything, chunk_tokens=CHUNK, scale=2.0)
         ours = chunked_output_loss(*split, chunk_tokens=CHUNK, scale=2.0)
         measured = output_metrics(*split, chunk_tokens=CHUNK)
         assert measured.loss == ours.sums.loss and measured.metrics == ours.sums.metrics
         assert ours.head is not None and expected.head is not None
-        theirs = _result(expected)
-        found = {name: _worst((value, theirs[name])) for name, value in _result(ours).items()}
+        whole_result = _result(expected)
+        found = {name: _worst((value, whole_result[name])) for name, value in _result(ours).items()}
         found["head"] = _worst((ours.head, expected.head[mine]))
         # every rank must hold the same numbers, to the last bit
         same = [torch.empty_like(ours.sums.loss) for _ in range(ranks)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from golden_runs import EXPECTED, check, overrides
-from layout_cases import VOCABULARY, Case, check_result, make_rollouts, read_result, save_model
+from layout_cases import OTHER_HEADS, VOCABULARY, Case, check_result, make_rollouts, read_result, save_model
 from plain_computation import expected_result
 from pool import Pools
 from served_teachers import DEDICATED, SERVED, ServedTeachers
@@ -55,6 +55,9 @@ OBJECTIVES = {
             "loss.representation.weight=[{until:4,start:0,weight:3},{weight:0}]",
         ],
     ),
+    "full_vocab, bias": ("qwen3", [*REPRESENTATION, *output("full_vocab", "temperature=0.7")]),
+    "top_k, scale": ("qwen3", [*REPRESENTATION, *output("top_k", "k=5", "support=union", "aggregation=token_mean")]),
+    "jsd, cap": ("qwen3", [*REPRESENTATION, *output("jsd", "jsd_beta=0.3", "k=5")]),
     "jsd": ("qwen3", ["loss.representation.weight=3", *REPRESENTATION, *output("jsd", "jsd_beta=0.3", "k=5")]),
 }
 CASES = [
@@ -77,13 +80,15 @@ CASES = [
     Case("tp2 sp", "pp2", objective="weighted layers", tokens=SMALL),
     Case("pp2", objective="one layer's weight, scheduled", recompute="uniform 1"),
     Case("tp2 sp", "pp2", objective="alone", tokens=SMALL),
-    Case("tp2 sp", objective="full_vocab", tokens=SMALL, extra=SERVED),
-    Case("tp2 sp", objective="top_k", tokens=SMALL, extra=DEDICATED),
+    Case("tp2 sp", objective="full_vocab, bias", tokens=SMALL, extra=SERVED),
+    Case("tp2 sp", objective="top_k, scale", tokens=SMALL, extra=DEDICATED),
 ]
 SLOW = [
     Case("pp2", objective="sampled_token", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=1")),
     Case("cp2", objective="forward_kl, tied", tokens=SMALL, extra=SERVED),
     Case("dp2", objective="alone", tokens=SMALL, extra=SERVED),
+    Case("tp2 sp", objective="full_vocab", tokens=SMALL, extra=SERVED),
+    Case("tp2 sp", objective="jsd, cap", tokens=SMALL, extra=SERVED),
 ]
 
 
@@ -94,12 +99,16 @@ class Bench:
         self.root = root
         for seed, (pair, role) in enumerate((p, r) for p in ("qwen3", "qwen2") for r in ("student", "teacher")):
             save_model(root / pair / role, pair, seed)
+        for seed, head in enumerate(OTHER_HEADS):
+            save_model(root / head, head, 4 + seed)
         write_rollouts(root / "rollouts.jsonl", make_rollouts())
 
     def settings(self, objective: str) -> list[str]:
         """What all layouts of an objective share."""
         pair, settings = OBJECTIVES[objective]
-        models = [f"{role}.hf_path={self.root / pair / role}" for role in ("student", "teacher")]
+        head = objective.rpartition(", ")[2]
+        teacher = self.root / (head if head in OTHER_HEADS else f"{pair}/teacher")
+        models = [f"student.hf_path={self.root / pair / 'student'}", f"teacher.hf_path={teacher}"]
         return [*models, f"rollout.replay={self.root / 'rollouts.jsonl'}", *settings]
 
     @cache  # noqa: B019 - one bench lives as long as the module's tests

@@ -336,9 +336,16 @@ def _load(path: str, dtype: torch.dtype) -> Any:
 def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[int, torch.Tensor]:
     """Layer (1-based) -> [prompt + response, D]."""
     before_norm: list[torch.Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+
+    def after_last_block(_module: Any, _inputs: Any, output: Any) -> None:
+        before_norm.append(output[0] if isinstance(output, tuple) else output)
+
+    base = model.base_model  # families call its blocks and its final norm by different names
+    depth = model.config.get_text_config().num_hidden_layers
+    (blocks,) = (each for each in base.children() if isinstance(each, torch.nn.ModuleList) and len(each) == depth)
+    hook = blocks[-1].register_forward_hook(after_last_block)
     ids = torch.from_numpy(rollout.ids)[None].long()
-    out = model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    out = base(input_ids=ids, output_hidden_states=True, use_cache=False)
     hook.remove()
     states = {layer: state[0] for layer, state in enumerate(out.hidden_states) if layer > 0}
     if not final_norm:

@@ -22,7 +22,7 @@ from nemo_oprd.losses.chunked import TeacherStates, chunked_output_loss, output_
 from nemo_oprd.losses.correction import Correction
 from nemo_oprd.losses.divergences import output_rows
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.vocab_parallel import VocabShard
+from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 ROWS, IDS, WIDTH = 24, 13, 5
@@ -51,7 +51,7 @@ def problem() -> dict[str, Any]:
     return {
         "hidden_ND": hidden,
         "head_VD": head,
-        "teacher": TeacherStates(theirs, other),
+        "teacher": TeacherStates(theirs, OutputHead(other)),
         "tokens_N": torch.randint(0, IDS, (ROWS,), generator=g),
         "weight_N": torch.rand(ROWS, generator=g, dtype=torch.float64),
         "shard": VocabShard(0, IDS + 3, IDS),
@@ -70,7 +70,7 @@ def test_gradient(correction: Correction, clip: tuple[float, float] | None, late
     case = problem()
     hidden, head = case["hidden_ND"].clone().requires_grad_(), case["head_VD"].clone().requires_grad_()
     teacher, tokens = case["teacher"], case["tokens_N"]
-    p, q = logprobs(hidden, head, tokens), logprobs(teacher.hidden, teacher.head, tokens)
+    p, q = logprobs(hidden, head, tokens), logprobs(teacher.hidden, teacher.head.weight, tokens)
     old = p.detach() + torch.linspace(-0.4, 0.5, ROWS, dtype=torch.float64).roll(7) if later else None
     sampler = p.detach() if old is None else old
     engine = sampler - torch.linspace(-0.9, 1.1, ROWS, dtype=torch.float64)

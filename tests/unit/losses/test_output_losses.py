@@ -40,7 +40,7 @@ from nemo_oprd.losses.chunked import (
 )
 from nemo_oprd.losses.divergences import output_rows
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.vocab_parallel import VocabShard, top_k_ids
+from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard, top_k_ids
 from tests.support.live_bytes import LiveBytes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -214,7 +214,8 @@ def problem(n: int, dtype: torch.dtype = torch.float64, real: int = REAL, size: 
     """Random rows and heads; the teacher is wider."""
     g = torch.Generator().manual_seed(5)
     hidden, head = torch.randn(n, 6, generator=g), torch.randn(size, 6, generator=g)
-    teacher = TeacherStates(torch.randn(n, 10, generator=g).to(dtype), torch.randn(size, 10, generator=g).to(dtype))
+    theirs, other = torch.randn(n, 10, generator=g), torch.randn(size, 10, generator=g)
+    teacher = TeacherStates(theirs.to(dtype), OutputHead(other.to(dtype)))
     head[real:] = math.nan  # padding rows of a head are never read
     return {
         "hidden_ND": hidden.to(dtype),
@@ -236,7 +237,7 @@ def test_chunks(loss: OutputLoss, chunk_tokens: int, slab: int, monkeypatch: pyt
     before = torch.ones(PADDED, 6, dtype=torch.float64)
     ours = chunked_output_loss(loss, **case, chunk_tokens=chunk_tokens, scale=3.0, head_grad=before)
     hidden, head = case["hidden_ND"].clone().requires_grad_(), case["head_VD"].clone().requires_grad_()
-    student, teacher = hidden @ head[:REAL].T, case["teacher"].hidden @ case["teacher"].head[:REAL].T
+    student, teacher = hidden @ head[:REAL].T, case["teacher"].hidden @ case["teacher"].head.weight[:REAL].T
     rows = [plain_row(loss, student[i], teacher[i], int(case["tokens_N"][i]), None) for i in range(12)]
     total = sum(w * surrogate for w, (_, surrogate) in zip(case["weight_N"].double(), rows, strict=True))
     grad_hidden, grad_head = torch.autograd.grad(3.0 * total, [hidden, head])
@@ -256,19 +257,23 @@ def test_chunks(loss: OutputLoss, chunk_tokens: int, slab: int, monkeypatch: pyt
     "loss", [OutputLoss("top_k", 4), OutputLoss("full_vocab"), OutputLoss("sampled_token")], ids=name
 )
 @pytest.mark.parametrize("caps", [(1.5, None), (None, 0.7), (1.5, 0.7)])
-def test_bounded_logits(loss: OutputLoss, caps: tuple[float | None, float | None]) -> None:
-    """A student's and a teacher's cap, against autograd through cap * tanh(logits / cap)."""
+@pytest.mark.parametrize(("scale", "biased"), [(1.0, False), (0.4, True)], ids=["", "scale and bias"])
+def test_bounded_logits(loss: OutputLoss, caps: tuple[float | None, float | None], scale: float, biased: bool) -> None:
+    """A student's and a teacher's cap, the teacher's scale and bias, against autograd through cap * tanh(z / cap)."""
 
     def bounded(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     case = problem(7)
     case["shard"] = VocabShard(0, PADDED, REAL, cap=caps[0])
-    case["teacher"] = TeacherStates(case["teacher"].hidden, case["teacher"].head, caps[1])
+    weight = case["teacher"].head.weight
+    bias = torch.linspace(-1, 1, PADDED, dtype=weight.dtype) if biased else None
+    case["teacher"] = TeacherStates(case["teacher"].hidden, OutputHead(weight, bias, caps[1], scale))
     ours = chunked_output_loss(loss, **case, chunk_tokens=3)
     hidden, head = case["hidden_ND"].clone().requires_grad_(), case["head_VD"].clone().requires_grad_()
     student = bounded(hidden @ head[:REAL].T, caps[0])
-    teacher = bounded(case["teacher"].hidden @ case["teacher"].head[:REAL].T, caps[1])
+    product = case["teacher"].hidden @ weight[:REAL].T
+    teacher = scale * bounded(product if bias is None else product + bias[:REAL], caps[1])
     rows = [plain_row(loss, student[i], teacher[i], int(case["tokens_N"][i]), None) for i in range(7)]
     weights = case["weight_N"].double()
     total = sum(w * surrogate for w, (_, surrogate) in zip(weights, rows, strict=True))
@@ -289,7 +294,7 @@ def test_logprob_of_the_teacher_is_what_the_student_needs() -> None:
     full = chunked_output_loss(loss, **case, chunk_tokens=5)
     teacher: TeacherStates = case["teacher"]
     arguments = (case["tokens_N"], case["shard"])
-    logprob, entropy = chunked_logprob(teacher.hidden, teacher.head, *arguments, temperature=0.7, chunk_tokens=3)
+    logprob, entropy = chunked_logprob(teacher.hidden, teacher.head.weight, *arguments, temperature=0.7, chunk_tokens=3)
     thin = chunked_output_loss(loss, **case | {"teacher": logprob}, chunk_tokens=5)
     torch.testing.assert_close(thin.hidden, full.hidden, rtol=1e-12, atol=1e-15)
     assert float(entropy.sum()) == pytest.approx(float(full.sums.metrics["teacher_entropy"]), rel=1e-12)
@@ -308,7 +313,7 @@ def test_bfloat16_products_accumulate_in_float32() -> None:
     """Equal to float64 arithmetic on the bfloat16 factors, but for the gradient of the logits, rounded to bfloat16."""
     short = problem(8, torch.bfloat16)
     exact = problem(8) | {"hidden_ND": short["hidden_ND"].double(), "head_VD": short["head_VD"].double()}
-    exact["teacher"] = TeacherStates(short["teacher"].hidden.double(), short["teacher"].head.double())
+    exact["teacher"] = TeacherStates(short["teacher"].hidden.double(), short["teacher"].head.to(torch.float64))
     for loss in (OutputLoss("full_vocab"), OutputLoss("top_k", 4)):
         ours, reference = (chunked_output_loss(loss, **case, chunk_tokens=3) for case in (short, exact))
         assert ours.hidden.dtype == torch.float32 and ours.head is not None and ours.head.dtype == torch.float32
@@ -418,7 +423,7 @@ def through_the_network(case: str) -> tuple[float, dict[str, torch.Tensor], dict
         loss,
         hidden.detach(),
         head.detach(),
-        TeacherStates(torch.cat(rows["teacher"]), teacher.lm_head.weight.detach()),
+        TeacherStates(torch.cat(rows["teacher"]), OutputHead(teacher.lm_head.weight.detach())),
         torch.tensor(tokens),
         torch.tensor(weights, dtype=torch.float64),
         VocabShard(0, REAL, REAL),

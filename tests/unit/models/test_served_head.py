@@ -38,6 +38,30 @@ def test_other_tensors_may_have_any_format(tmp_path: Path, stored: torch.dtype) 
 
 def test_a_bound_that_config_json_leaves_out_is_found(tmp_path: Path) -> None:
     """transformers bounds Gemma 2's logits by default."""
-    gemma = CONFIG | {"model_type": "gemma2", "tie_word_embeddings": True}
-    with pytest.raises(ValueError, match=r"final_logit_softcapping=30\.0 changes the logits of a teacher"):
-        head_of(tmp_path, gemma, torch.bfloat16).find()
+    head_of(tmp_path, CONFIG | {"model_type": "gemma2"}, torch.bfloat16)
+    assert read_served_spec(tmp_path).output_cap == 30.0
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "scale"),
+    [("cohere", "logit_scale", 0.0625, 0.0625), ("granite", "logits_scaling", 8.0, 0.125), ("qwen3", None, None, 1.0)],
+)
+def test_scale(tmp_path: Path, family: str, key: str | None, value: float | None, scale: float) -> None:
+    changed = CONFIG | {"model_type": family} | ({} if key is None else {key: value})
+    head_of(tmp_path, changed, torch.bfloat16)
+    assert read_served_spec(tmp_path).output_scale == scale
+
+
+def test_a_scale_of_zero_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"logits_scaling=0; expected a number other than 0"):
+        head_of(tmp_path, CONFIG | {"model_type": "granite", "logits_scaling": 0}, torch.bfloat16)
+
+
+def test_bias(tmp_path: Path) -> None:
+    """A tensor of another shape is not it."""
+    assert head_of(tmp_path, CONFIG, torch.bfloat16).bias() is None
+    for length, is_read in ((12, True), (7, False)):
+        bias = torch.arange(length).bfloat16()
+        save_file({"lm_head.bias": bias, "lm_head.weight": torch.ones(12, 8)}, tmp_path / "model.safetensors")
+        found = ServedHead(HFCheckpoint(tmp_path), read_served_spec(tmp_path)).bias()
+        assert (found is not None and torch.equal(found, bias)) == is_read
