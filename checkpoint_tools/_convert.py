@@ -9,6 +9,7 @@ weight mapping is refused, so no tensor is dropped silently.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,14 +48,13 @@ from nemo_oprd.runtime.files import replacing_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Megatron's linear layers have an extra state (for FP8) that its loader requires; without FP8 the state is None.
-# Transformer Engine's attention has one, too.
-_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj")
-_DELTA_NET_WITH_EXTRA_STATE = ("self_attention.in_proj", "self_attention.out_norm", "self_attention.out_proj")
-_BLOCK_WITH_EXTRA_STATE = ("mlp.linear_fc1", "mlp.linear_fc2")
-_EXPERTS_WITH_EXTRA_STATE = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
-# Transformer Engine's norms have one; Megatron's loader requires it if the model is made of its modules.
-_NORMS_WITH_EXTRA_STATE = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+# Megatron's linear layers and norms have an extra state (for FP8) that its loader requires if the model is made of
+# Transformer Engine's modules; without FP8 the state is None. Parameters of other modules:
+_OF_PLAIN_MODULES = re.compile(
+    r"mlp\.router\..*|mlp\.shared_experts\.gate_weight|self_attention\.(?:core_attention\.)?(?:\w+|conv1d\.\w+)"
+)
+# it has an extra state and, in most families, no parameter
+_ATTENTION = "self_attention.core_attention"
 
 
 def hf_to_megatron(
@@ -142,35 +142,35 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
     with TorchDistWriter(directory) as writer:
         for parameter in tqdm(parameters, desc="HF to Megatron", unit="parameter", disable=not progress):
             _write_parameter(parameter, checkpoint, spec, layout, writer)
-        for layer in range(spec.num_layers):
+        for layer, key in _extra_states(parameters, spec):
             file = _file(layout, layout.stage_of_layer(layer + 1, spec.num_layers)[0], 0)
-            for key in _extra_states(layer, spec):
-                writer.add_object(file, key, [None])  # Megatron expects a list of one item
+            writer.add_object(file, key, [None])  # Megatron expects a list of one item
         last = _file(layout, layout.pipeline - 1, 0)
         writer.add_object(last, "decoder.final_layernorm._extra_state/shard_0_1", [None])
         writer.complete()
         return writer.dtype_of("embedding.word_embeddings.weight")
 
 
-def _extra_states(layer: int, spec: ModelSpec) -> Iterator[str]:
-    """Megatron's names for the extra states of a layer (0-based): `key/shard_INDEX_SIZE`, dimensions joined by dots."""
-    stacked = stacks_layers(spec)
-    prefix = "decoder.layers" if stacked else f"decoder.layers.{layer}"
-    shard = f"{layer}_{spec.num_layers}" if stacked else "0_1"
-    if spec.delta is not None and spec.delta.layers[layer]:
-        modules: tuple[str, ...] = _DELTA_NET_WITH_EXTRA_STATE
-    else:
-        modules = _WITH_EXTRA_STATE + (_NORMS_WITH_EXTRA_STATE if spec.qk_norm else ())
-    if spec.is_sparse(layer + 1):
-        assert spec.experts is not None
-        index, size = (f"{layer}.", f"{spec.num_layers}.") if stacked else ("", "")
-        for module in _EXPERTS_WITH_EXTRA_STATE:
-            for expert in range(spec.experts.count):
-                yield f"{prefix}.{module}._extra_state/shard_{index}{expert}_{size}{spec.experts.count}"
-        modules += ("pre_mlp_layernorm",)  # in a layer without experts it belongs to the first matrix
-    else:
-        modules += _BLOCK_WITH_EXTRA_STATE
-    yield from (f"{prefix}.{module}._extra_state/shard_{shard}" for module in modules)
+def _extra_states(parameters: Sequence[Parameter], spec: ModelSpec) -> Iterator[tuple[int, str]]:
+    """(Layer from 0, Megatron's name) of the layers' extra states: `key/shard_INDEX_SIZE`, dimensions joined by dots."""
+    modules = dict[tuple[int, str], Parameter]()
+    for parameter in parameters:
+        layer = parameter.mapping.layer
+        if layer is None:
+            continue
+        name = parameter.key.removeprefix("decoder.layers.").removeprefix(f"{layer}.")
+        if _OF_PLAIN_MODULES.fullmatch(name) is None:
+            modules.setdefault((layer, f"{parameter.key.rpartition('.')[0]} {parameter.index}"), parameter)
+    for (layer, _), parameter in modules.items():
+        index, counts = parameter.index or (0,), parameter.counts or (1,)
+        shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
+        yield layer, f"{parameter.key.rpartition('.')[0]}._extra_state/{shard}"
+    for layer in range(spec.num_layers):
+        if spec.delta is None or not spec.delta.layers[layer]:
+            stacked = stacks_layers(spec)
+            prefix = "decoder.layers" if stacked else f"decoder.layers.{layer}"
+            shard = f"{layer}_{spec.num_layers}" if stacked else "0_1"
+            yield layer, f"{prefix}.{_ATTENTION}._extra_state/shard_{shard}"
 
 
 def _write_parameter(

@@ -10,27 +10,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-# every kind of layer has this one
+# every layer with attention has this one
 _PRESENT = "self_attention.linear_proj._extra_state"
-_OF_A_LAYER = ("self_attention.core_attention",)
-_OF_A_LAYER_WITH_QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-# of a layer with experts; elsewhere this norm belongs to the matrix after it
-_ROUTER, _NORM_BEFORE_ROUTER = "mlp.router.weight", "pre_mlp_layernorm"
+_ATTENTION = "self_attention.core_attention"
+# how the weight of a norm is stored that is a module of its own, and not part of the matrix behind it
+_OF_A_NORM = "norm.weight"
 _FINAL_NORM = "decoder.final_layernorm"
 
 
-def add_extra_states(state: dict[str, Any], *, qk_norm: bool) -> None:
-    """Adds the missing extra states, all empty, to a model chunk's sharded state dict, in place.
-
-    Args:
-        qk_norm: whether the layers have norms of queries and keys.
-    """
-    modules = _OF_A_LAYER + (_OF_A_LAYER_WITH_QK_NORM if qk_norm else ())
+def add_extra_states(state: dict[str, Any]) -> None:
+    """Adds the missing extra states, all empty, to a model chunk's sharded state dict, in place."""
     for name, present in [entry for entry in state.items() if entry[0].endswith(_PRESENT)]:
         layer, stored = name.removesuffix(_PRESENT), present.key.removesuffix(_PRESENT)
-        for module in (*modules, *((_NORM_BEFORE_ROUTER,) if layer + _ROUTER in state else ())):
+        # where layers are stored together, the keys of all layers begin alike
+        norms = [
+            value.key.removeprefix(stored).removesuffix(".weight")
+            for key, value in state.items()
+            if key.startswith(layer) and isinstance(value, ShardedTensor) and value.key.endswith(_OF_A_NORM)
+        ]
+        for module in (_ATTENTION, *norms):
             added = f"{module}._extra_state"
             state.setdefault(layer + added, replace(present, key=stored + added, data=None))
     weight = state.get(f"{_FINAL_NORM}.weight")

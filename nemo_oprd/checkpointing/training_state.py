@@ -211,7 +211,7 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
     }
     chunks = _sharded_model(student, metadata)
     for chunk in () if is_loading else chunks.values():
-        add_extra_states(chunk, qk_norm=student.spec.qk_norm)
+        add_extra_states(chunk)
     model = {**chunks, **_sharded_average(student, metadata)}
     if not any(p.requires_grad for chunk in student.chunks for p in chunk.parameters()):
         return model  # a stage above the deepest supervised layer trains nothing

@@ -18,6 +18,12 @@ from nemo_oprd.models.rope import Rope
 
 RUN_CONFIG = "run_config.yaml"
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
+# how experts are computed and trained, and which modules a layer is made of: another choice is the same model
+_CHOSEN = {
+    "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_permute_fusion", "moe_shared_expert_overlap",
+    "moe_router_dtype", "moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate",
+    "transformer_layer_spec", "hetereogenous_dist_checkpoint",
+}  # fmt: skip
 # Megatron-core's own; its RoPE of Llama 3.1 has a setting for the factor only
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # what Megatron-core's YaRN does where the HF config leaves a setting out; Megatron-Bridge then writes null
@@ -34,6 +40,8 @@ def not_described(spec: ModelSpec) -> str | None:
     """What `provider_fields` does not describe of a model, mostly what stock models cannot compute; None: nothing."""
     if spec.family.provider_fields(spec) is not None:
         return None
+    if spec.delta is not None:
+        return "gated delta nets, whose norms have another weight in checkpoints of Megatron-Bridge"
     if spec.experts is not None:
         return "experts, whose fields this project does not write"
     rope = spec.rope
@@ -178,7 +186,8 @@ def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, 
     model = content["model"]
     defaults = {"num_query_groups": model.get("num_attention_heads"), "kv_channels": _channels(model)} | _YARN_DEFAULTS
     for name, expected in provider_fields(spec).items():
-        if name == "_target_" or isinstance(expected, dict):  # one class or function may have several names
+        # one class or function may have several names
+        if name == "_target_" or name in _CHOSEN or isinstance(expected, dict):
             continue
         found = model.get(name)
         found = defaults.get(name) if found is None else found

@@ -227,14 +227,18 @@ def verify_and_train(runs: dict[str, list[str]], trained: list[list[str]]) -> No
     train(trained)
 
 
-def one_process(models: str, directory: str, cases: dict[str, list[str]]) -> None:
+def one_process(models: str, directory: str, cases: dict[str, list[str]], trained: list[str]) -> None:
     """DIRECTORY/FAMILY/back, and the messages in DIRECTORY/wrong.json and DIRECTORY/refused.json."""
+    from megatron_bridge_checkpoint_cases import through_megatron_bridge
+
     convert_special(models, directory)
     convert_tower(models, directory)
     built_wrongly(models, f"{directory}/wrong.json")
     planted(models, directory)
     samples(models, f"{directory}/samples.json")
     counts(models, f"{directory}/counts.json")
+    described = [family for family in SPECIAL_FAMILIES if family not in HYBRID_FAMILIES]
+    through_megatron_bridge(models, directory, described, (trained[0], trained[1]))
     refusals(cases, f"{directory}/refused.json", ranks=2)
 
 

@@ -32,7 +32,7 @@ from nemo_oprd.models.architecture import (
 from nemo_oprd.models.megatron_bridge.corrections import correct
 from nemo_oprd.models.megatron_bridge.gemma3 import windowed_layers
 from nemo_oprd.models.megatron_bridge.mappings import shape_of, translate
-from nemo_oprd.models.megatron_bridge.provider_fields import MODEL, REFUSED, changed
+from nemo_oprd.models.megatron_bridge.provider_fields import REFUSED, changed, described
 from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION
 from nemo_oprd.models.quantization import read_quantization, unquantized
 from nemo_oprd.models.rope import Rope, parse_ropes
@@ -67,19 +67,12 @@ class BridgeFamily(Family):
         return shape_of(name, bridge_model(spec.hf_config).shapes)
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """As `Family`: those that Megatron-Bridge derives from the config. None for those that it stores otherwise."""
-        if spec.experts is not None or spec.delta is not None or spec.attention_cap is not None:
-            return None
-        provider = bridge_model(spec.hf_config).provider
-        fields = {name: getattr(provider, name) for name in (*MODEL, "rotary_base", "rotary_percent")}
-        # a function as Megatron-Bridge writes it to YAML
-        named = {
-            name: {"_target_": f"{value.__module__}.{value.__qualname__}", "_call_": False}
-            if callable(value)
-            else value
-            for name, value in fields.items()
-        }
-        return {"_target_": f"{type(provider).__module__}.{type(provider).__qualname__}", **named}
+        """As `Family`: those that Megatron-Bridge derives from the config, corrected. None with delta nets.
+
+        Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold the weight itself,
+        because the difference is not exact in bfloat16, and no field says so.
+        """
+        return None if spec.delta is not None else described(bridge_model(spec.hf_config).provider)
 
 
 def bridge_family(directory: str | Path) -> BridgeFamily | None:

@@ -9,6 +9,7 @@ beside the others, and nothing sets a field that a provider does not have.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 # what the model computes, beside its RoPE: read into a ModelSpec or compared with one
@@ -117,6 +118,10 @@ UNUSED_GROUPS = (
     "linear_num_", "linear_value_", "mamba_", "moe_", "mtp_", "mup_", "output_layer_init_", "pipeline_model_parallel_",
     "qk_clip_", "recompute_", "tp_comm_", "tp_only_",
 )  # fmt: skip
+# what a checkpoint's description has whatever it is, with experts, and where it is not the class's default
+ALWAYS = (*MODEL, "rotary_base", "rotary_percent")
+OF_EXPERTS = ("moe_router_topk",)
+STORED = ("moe_", "linear_", "hetereogenous_dist_checkpoint")
 _REFUSED_FIELDS = {name for names in REFUSED.values() for name in names}
 
 
@@ -147,3 +152,29 @@ def changed(provider: Any, cls: type) -> dict[str, Any]:
         if kind_of(field.name) in ("plain", None) and value != default and (value or default):
             found[field.name] = value
     return found
+
+
+def described(provider: Any) -> dict[str, Any]:
+    """The fields with which a checkpoint's run_config.yaml says what the model is, as plain YAML.
+
+    They are those of the model and of its RoPE, and whatever else has another value than the provider's class gives it,
+    but for layout, precision, initialisation and kernels. How experts are computed is as Megatron-Bridge chooses it.
+    """
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(provider):
+        name, value = field.name, getattr(provider, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        always = name in ALWAYS or (name in OF_EXPERTS and provider.num_moe_experts is not None)
+        of_the_model = name.startswith(STORED) or not (is_ours(name) or name in KERNELS)
+        if always or (of_the_model and value != default):
+            fields[name] = _plain(value)
+    return {"_target_": f"{type(provider).__module__}.{type(provider).__qualname__}", **fields}
+
+
+def _plain(value: Any) -> Any:
+    """As Megatron-Bridge writes it to YAML and reads it again."""
+    if isinstance(value, functools.partial):
+        return {"_target_": _plain(value.func)["_target_"], "_partial_": True, **value.keywords}
+    if callable(value):
+        return {"_target_": f"{value.__module__}.{value.__qualname__}", "_call_": False}
+    return list(value) if isinstance(value, tuple) else value

@@ -116,6 +116,8 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         fused = TE_NAMES.get(name, name)
         if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
             fused = name  # the norm before a router is stored by itself
+        if spec.latent is not None and fused.startswith("self_attention.linear_qkv."):
+            fused = name  # and so is that before the two projections of latent attention
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
         shape, sections = _joined_shape(mapping, name, spec), mapping.form.sections(spec)
         parameters.append(Parameter(mapping, prefix + fused, shape, index, counts, sections))
