@@ -51,6 +51,11 @@ def _roles(found: Estimate) -> Iterator[str]:
             f"of {served.memory / 1e9:.1f} GB per GPU {served.weights / 1e9:.1f} are weights, and "
             f"{served.cache / 1e9:.2f} the cache of {served.longest:,} tokens; {served.row_bytes:,} bytes per token "
             f"and layer, {served.answers / 1e9:.2f} GB per step"
+            + (
+                f", of which {served.ahead / 1e9:.2f} GB of a machine's shared memory come early"
+                if served.ahead
+                else ""
+            )
         )
     for each in work.own_teachers:
         depth = f", layers 1 to {each.depth}" if each.depth < each.spec.num_layers else ""

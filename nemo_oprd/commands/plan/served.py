@@ -29,6 +29,7 @@ class Servers:
         cache: bytes of its cache on one GPU.
         row_bytes: bytes per token and layer that leave a server.
         answers: bytes of a step's answers, from all servers.
+        ahead: bytes of shared memory of a machine that answers may take while responses are sampled.
         flops: operations of a step.
         seconds: of a step's states, transfers included.
     """
@@ -43,6 +44,7 @@ class Servers:
     cache: float
     row_bytes: int
     answers: float
+    ahead: float
     flops: float
     seconds: float
 
@@ -110,6 +112,7 @@ def _servers(
         cache=length * model.cache_bytes(settings.tensor, mean.value_bytes),
         row_bytes=row_bytes,
         answers=answers,
+        ahead=min(settings.ahead_gib * (1 << 30), answers),
         flops=flops,
         seconds=flops / rate + answers / min(paths, count * ASSUMED.host),
     )
