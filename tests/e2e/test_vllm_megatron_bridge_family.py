@@ -29,12 +29,18 @@ LOGPROB_TOLERANCE = 1e-4
 STEPS = 3
 
 
-@pytest.mark.parametrize("family", ["gemma", pytest.param("gemma3_text", marks=pytest.mark.slow), "gpt_oss"])
-def test_family(tmp_path: Path, family: str) -> None:
-    """Also of experts with biases, windows, sinks, and two kinds of RoPE in one model."""
+CASES = ["gemma", "gpt_oss", *(pytest.param(case, marks=pytest.mark.slow) for case in ("gemma3_text", "gpt_oss MXFP4"))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_family(tmp_path: Path, case: str) -> None:
+    """Also of experts with biases, windows, sinks, two kinds of RoPE in one model, and files in MXFP4."""
+    family, _, quantized = case.partition(" ")
     environment = make_environment()
     sizes = {"family": family, "vocabulary": task.VOCAB_SIZE, "end": task.EOS_ID}
     run(environment, 0, "megatron_bridge_family_cases.py", "make_toy_models", directory=str(tmp_path), **sizes)
+    if quantized:
+        run(environment, 0, "quantized_family_cases.py", "quantize_student", directory=str(tmp_path), family=family)
     for role in ("student", "teacher"):
         task.write_tokenizer(tmp_path / role)
     problems = task.disjoint_problems(np.random.default_rng(0), {"train": 32, "heldout": 4})
@@ -57,7 +63,7 @@ def test_family(tmp_path: Path, family: str) -> None:
     assert len(lines) == STEPS
     for line in lines:  # after every update of the servers' weights
         assert line["rollout/logprob_gap_max"] < LOGPROB_TOLERANCE, line
-    before = load_file(tmp_path / "student" / "model.safetensors")
+    before = load_file(tmp_path / ("plain-student" if quantized else "student") / "model.safetensors")
     after = load_file(tmp_path / "run" / "hf" / "model.safetensors")
     assert set(after) == set(before)
     # updates that are far above the tolerance, so that stale weights would have been noticed

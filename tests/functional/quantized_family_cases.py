@@ -42,6 +42,11 @@ def make(directory: str) -> None:
             _quantize(Path(directory) / family, role, QUANTIZATION[family], change)
 
 
+def quantize_student(directory: str, family: str) -> None:
+    """DIRECTORY/student gets quantised files; DIRECTORY/plain-student has what they stand for."""
+    _quantize(Path(directory), "student", QUANTIZATION[family], {"gpt_oss": _to_mxfp4, "deepseek_v3": _to_fp8}[family])
+
+
 def _quantize(root: Path, role: str, quantization: dict[str, Any], change: Any) -> None:
     from safetensors.torch import load_file, save_file
 
