@@ -69,11 +69,20 @@ def test_a_family_that_vllm_computes_wrongly_is_refused(tmp_path: Path) -> None:
     assert re.search(r"canary of cohere2.*: layer 1 of 5, prompt 1, row 64 is the first wrong one", said), said[-1500:]
 
 
-def test_gemma3_teaches_qwen2(tmp_path: Path) -> None:
-    """Of another family, width and depth, through a bridge, with bounded logits: gradients are float64 models'."""
+# teachers that do more with logits than multiply states by a matrix: a bound, a scale, a bias
+HEADS = {
+    "gemma3_text": {"final_logit_softcapping": 2.0}, "granite": {"logits_scaling": 0.25}, "phi": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "teacher", ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("granite", "phi"))]
+)
+def test_another_family_teaches_qwen2(tmp_path: Path, teacher: str) -> None:
+    """Of another width and depth, through a bridge and in its distribution: gradients are float64 models'."""
     sizes = {
         "student": ("qwen2", {"hidden_size": 64, "num_hidden_layers": 4}),
-        "teacher": ("gemma3_text", {"final_logit_softcapping": 2.0}),
+        "teacher": (teacher, {"num_hidden_layers": 7, **HEADS[teacher]}),
     }
     for role, (family, changes) in sizes.items():
         make_model(family, tmp_path / role, **changes)

@@ -64,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {"residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
     "glm4": {**HEADS, "partial_rotary_factor": 0.5},
+    "phi": {"num_key_value_heads": 4},
     "phi3": {"original_max_position_embeddings": 1024},
     "gpt2": {"n_embd": 128, "n_layer": 5, "n_head": 4, "n_positions": 1024},
     "falcon_h1": {**HEADS, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,

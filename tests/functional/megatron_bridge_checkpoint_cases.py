@@ -25,7 +25,8 @@ OF_THE_MAKING = {
 def through_megatron_bridge(models: str, directory: str, families: list[str], trained: tuple[str, str]) -> None:
     """DIRECTORY/FAMILY/circle, HF models, of DIRECTORY/FAMILY/ours; DIRECTORY/loaded.json: in what they differ.
 
-    `trained` is a family and a checkpoint of a run, which becomes DIRECTORY/trained/circle.
+    `trained` is a family and a checkpoint of a run, which becomes DIRECTORY/trained/circle and, by
+    this project alone, DIRECTORY/trained/direct.
     """
     import nemo_bridge_cases as bridge_cases
 
@@ -40,7 +41,9 @@ def through_megatron_bridge(models: str, directory: str, families: list[str], tr
             source = Path(models) / family / "student"
             loaded, kind = _load_and_save(checkpoint, root / "theirs"), find_family("bridge", hf_path=str(source))
             megatron_to_hf(root / "theirs", root / "circle", hf_path=source, family=kind, progress=False)
-            if checkpoint == root / "ours":
+            if checkpoint != root / "ours":
+                megatron_to_hf(checkpoint, root / "direct", family=kind, progress=False)
+            else:
                 found[family] = _other_than_its_own(loaded, source)
     (Path(directory) / "loaded.json").write_text(json.dumps(found))
 
