@@ -182,11 +182,6 @@ def _check_served_teachers(config: Config) -> None:
             f"evaluation.teacher=true with {why}: the teacher's servers sample nothing; expected false: evaluate the "
             "teacher with `nemo-oprd evaluate`"
         )
-    if len(config.teacher_sources) > 1 and teacher.vllm.placement == "dedicated":
-        raise ValueError(
-            f"teacher.vllm.placement=dedicated with {len(config.teacher_sources)} teachers: the servers of each would "
-            "take the same last ranks of the job; expected one teacher, or colocated: set it"
-        )
     for i in served:
         source, key = config.teacher_sources[i], f"teachers[{i}]" if config.teachers else "teacher"
         if source.checkpoint is not None or source.provider != "own":

@@ -91,6 +91,11 @@ class Config:
         return [number for number, source in enumerate(self.teacher_sources) if self.is_served(source)]
 
     @property
+    def started_teachers(self) -> list[int]:
+        """The numbers of the teachers whose vLLM servers this run starts."""
+        return [number for number in self.served_teachers if not self.teacher_endpoints(number)]
+
+    @property
     def has_own_teachers(self) -> bool:
         """Whether ranks of this job compute a teacher."""
         return len(self.served_teachers) < len(self.teacher_sources)
@@ -101,8 +106,7 @@ class Config:
         settings = self.teacher.vllm
         if settings.gpu_memory_utilization != "auto" or settings.placement == "dedicated":
             return settings.memory_share
-        local = [number for number in self.served_teachers if not self.teacher_endpoints(number)]
-        return settings.memory_share / max(1, len(local))
+        return settings.memory_share / max(1, len(self.started_teachers))
 
     def teacher_endpoints(self, number: int) -> list[str]:
         """The addresses of the servers of teacher `number` that somebody else runs; empty: this run starts them."""

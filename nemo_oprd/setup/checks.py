@@ -68,7 +68,7 @@ def trainer_ranks(config: Config, world_size: int) -> int:
         ValueError: no rank would be left.
     """
     ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
-    servers = dedicated_ranks(config.teacher.vllm) if config.served_teachers else 0
+    servers = dedicated_ranks(config.teacher.vllm) * len(config.started_teachers)
     if servers >= ranks:
         raise ValueError(
             f"teacher.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {ranks} rank(s) "

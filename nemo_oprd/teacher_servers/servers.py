@@ -77,6 +77,7 @@ def place(
     devices: Sequence[str | None],
     readers: range,
     endpoints: Sequence[str] = (),
+    before: int = 0,
 ) -> list[_Place]:
     """The servers of a teacher, the same on every rank.
 
@@ -84,6 +85,7 @@ def place(
         endpoints: the addresses of those that somebody else runs; without any, the run starts its own.
         machines, devices: per rank of the world, as in `rollout/vllm/placement.py`.
         readers: the ranks that need states.
+        before: how many teachers have their dedicated servers on the ranks before those of this one.
 
     Raises:
         ValueError: a machine with readers has no server, or a server has no reader on its machine.
@@ -91,7 +93,7 @@ def place(
     if endpoints:
         return [_Place(number, readers[0], tuple(readers), url=url) for number, url in enumerate(endpoints)]
     settings = config.teacher.vllm
-    end = readers.stop + dedicated_ranks(settings)
+    end = readers.stop + (before + 1) * dedicated_ranks(settings)
     groups = rank_groups(settings, machines[:end], devices[:end], readers, "teacher")
     cuda, places = devices[readers[0]] is not None, []
     for number, group in enumerate(groups):
@@ -211,7 +213,8 @@ class TeacherServers:
         ranks = range(readers.first_rank, readers.first_rank + readers.size)
         machines, devices = machines_and_devices(device().type == "cuda")
         endpoints = config.teacher_endpoints(number)
-        places = place(config, machines, devices, ranks, endpoints)
+        before = sum(other < number for other in config.started_teachers)
+        places = place(config, machines, devices, ranks, endpoints, before)
         self._longest = longest_sequence(config, canary)
         self._number = number
         # of this rank's machine, the ranks that hold answers

@@ -134,7 +134,8 @@ class Case:
     @property
     def ranks(self) -> int:
         """Processes."""
-        of_server = int("teacher.vllm.placement=dedicated" in self.extra)
+        served = sum(setting.endswith("engine=vllm") for setting in self.extra)
+        of_server = served * ("teacher.vllm.placement=dedicated" in self.extra)
         return _ranks(self.student) + (_ranks(self.teacher) if self.dedicated else 0) + of_server
 
     @property
@@ -145,7 +146,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         """The layout as configuration overrides."""
-        assert self.dedicated or not self.teacher or _ranks(self.teacher) == self.ranks, self
+        assert self.dedicated or not self.teacher or _ranks(self.teacher) == _ranks(self.student), self
         method, _, layers = self.recompute.partition(" ")
         recompute = [f"student.recompute={'full' if layers else method}"]
         if layers:

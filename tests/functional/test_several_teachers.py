@@ -61,7 +61,7 @@ CASES = [
     Case("dp2", "cp2", objective="composed", tokens=SMALL),
     Case("tp2", "pp2 dedicated", objective="sampled", tokens=SMALL, extra=WAVES),
     # of one run, teachers in the trainer and teachers behind servers, one of them through a bridge
-    Case("pp2", "tp2", objective="composed", tokens=SMALL, extra=ENGINES),
+    Case("pp2", "tp2", objective="composed", tokens=SMALL, extra=(*ENGINES, "teacher.vllm.placement=dedicated")),
 ]
 
 
@@ -139,6 +139,7 @@ def test_the_plain_computation(bench: Bench) -> None:
 
 
 SLOW = [
+    Case("pp2", "tp2", objective="composed", tokens=SMALL, extra=ENGINES),
     Case("tp2 sp", "pp2 dedicated", objective="composed", tokens=SMALL, extra=ENGINES),
     Case("tp2 sp", objective="composed", tokens=SMALL, extra=SERVED),
 ]

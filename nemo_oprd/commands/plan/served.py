@@ -156,5 +156,5 @@ def served_flops(teacher: TeacherWork, work: Workload) -> float:
 
 def colocated_share(config: Config) -> float:
     """The fraction of a GPU's memory that servers of teachers take beside the student."""
-    local = [number for number in config.served_teachers if not config.teacher_endpoints(number)]
-    return config.teacher_server_share * len(local) if config.teacher.vllm.placement == "colocated" else 0.0
+    shares = config.teacher_server_share * len(config.started_teachers)
+    return shares if config.teacher.vllm.placement == "colocated" else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.setup.checks import trainer_ranks
 from nemo_oprd.teacher_servers.servers import place
 
 
@@ -30,6 +31,23 @@ def test_with_gpus_beside_the_student_or_on_the_last_ranks() -> None:
     assert placed(dedicated, "aaaa", range(2), cuda=True) == [(0, (0, 1), ("2", "3"))]
     # the last rank of all holds a server of the student's samples
     assert placed(["placement=dedicated"], "aaaa", range(2), cuda=True) == [(0, (0, 1), ("2",))]
+
+
+def test_dedicated_servers_of_several_teachers_have_ranks_of_their_own() -> None:
+    """In the order of the teachers, of which the second one is in the trainer and the last one is served elsewhere."""
+    entries = [
+        "{hf_path: a, data_sources: [x], engine: vllm}", "{hf_path: b, data_sources: [y]}",
+        "{hf_path: c, data_sources: [z], engine: vllm}", "{hf_path: d, engine: vllm, endpoints: ['http://d:1']}",
+    ]  # fmt: skip
+    more = ["teacher.vllm.placement=dedicated", "teacher.vllm.tensor=2"]
+    config = load_config("verify", ["student.hf_path=s", "output=o", f"teachers=[{', '.join(entries)}]", *more])
+    assert (config.served_teachers, config.started_teachers) == ([0, 2, 3], [0, 2])
+    assert trainer_ranks(config, 8) == 4
+    devices = [str(rank) for rank in range(8)]
+    found = [place(config, "a" * 8, devices, range(4), before=before)[0] for before in (0, 1)]
+    assert [each.devices for each in found] == [("4", "5"), ("6", "7")]
+    with pytest.raises(ValueError, match=r"4 rank\(s\) of servers leaves none of the 4 rank\(s\)"):
+        trainer_ranks(config, 4)
 
 
 def test_states_do_not_cross_machines() -> None:
