@@ -13,11 +13,16 @@ from typing import Any
 
 import yaml
 
-from nemo_oprd.models.architecture import ModelSpec
+from nemo_oprd.models.architecture import Experts, ModelSpec
 from nemo_oprd.models.rope import Rope
 
 RUN_CONFIG = "run_config.yaml"
 PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
+_LAYERS_OF_TWO_KINDS = {
+    "_target_": "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
+    "_partial_": True,
+    "use_transformer_engine": True,
+}
 # how experts are computed and trained, and which modules a layer is made of: another choice is the same model
 _CHOSEN = {
     "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_permute_fusion", "moe_shared_expert_overlap",
@@ -42,8 +47,6 @@ def not_described(spec: ModelSpec) -> str | None:
         return None
     if spec.delta is not None:
         return "gated delta nets, whose norms have another weight in checkpoints of Megatron-Bridge"
-    if spec.experts is not None:
-        return "experts, whose fields this project does not write"
     rope = spec.rope
     if rope.kind == "longrope":
         return "RoPE of type longrope"
@@ -77,8 +80,29 @@ def provider_fields(spec: ModelSpec) -> dict[str, Any]:
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "num_moe_experts": None,
+        **_expert_fields(spec.experts),
         "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+    }
+
+
+def _expert_fields(experts: Experts | None) -> dict[str, Any]:
+    """Of softmax routers without groups and biases, which the families have that this project builds itself."""
+    if experts is None:
+        return {"num_moe_experts": None}
+    # the provider's own spec would give experts to all layers
+    mixed = {} if all(experts.sparse) else {"transformer_layer_spec": _LAYERS_OF_TWO_KINDS}
+    return {
+        **mixed,
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.per_token,
+        # else over the chosen experts alone, which is the softmax over all, divided by the sum of the chosen
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_layer_freq": 1 if all(experts.sparse) else [int(sparse) for sparse in experts.sparse],
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
     }
 
 
@@ -191,6 +215,8 @@ def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, 
             continue
         found = model.get(name)
         found = defaults.get(name) if found is None else found
+        if name == "moe_layer_freq" and found == [1] * spec.num_layers:
+            found = 1
         if name in model and not _same(found, expected):
             raise ValueError(
                 f"{directory / RUN_CONFIG}: {name}={found!r}, but {source / 'config.json'} asks for {expected!r}; "

@@ -19,7 +19,33 @@ import torch
 OF_THE_MAKING = {
     "perform_initialization", "use_cpu_initialization", "make_vocab_size_divisible_by", "hf_model_id", "autocast_dtype",
     "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "mtp_loss_scaling_factor", "should_pad_vocab",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff",
 }  # fmt: skip
+
+
+# of families that this project builds itself; Megatron-Bridge reads the last one's layers without experts as others
+OWN_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {}, "qwen3_moe": {"mlp_only_layers": []}, "qwen3_moe_of_two_kinds": {"mlp_only_layers": [0, 5]},
+}  # fmt: skip
+
+
+def own_experts_through_megatron_bridge(directory: str) -> None:
+    """DIRECTORY/NAME/hf, /circle of `OWN_EXPERTS`; DIRECTORY/own.json: in what the second one differs from its own."""
+    import layout_cases
+
+    from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
+
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        for name, changes in OWN_EXPERTS.items():
+            root, family = Path(directory) / name, name.removesuffix("_of_two_kinds")
+            with mock.patch.dict(layout_cases.MODELS, {name: layout_cases.MODELS[family] | changes}):
+                layout_cases.save_model(root / "hf", name, 0)
+            hf_to_megatron(root / "hf", root / "ours", tensor=2, progress=False)
+            loaded = _load_and_save(root / "ours", root / "theirs")
+            megatron_to_hf(root / "theirs", root / "circle", hf_path=root / "hf", progress=False)
+            if name == "qwen3_moe":
+                found = _other_than_its_own(loaded, root / "hf")
+    (Path(directory) / "own.json").write_text(json.dumps(found))
 
 
 def through_megatron_bridge(models: str, directory: str, families: list[str], trained: tuple[str, str]) -> None:

@@ -230,7 +230,7 @@ def verify_and_train(runs: dict[str, list[str]], trained: list[list[str]]) -> No
 
 def one_process(models: str, directory: str, cases: dict[str, list[str]], trained: list[str]) -> None:
     """DIRECTORY/FAMILY/back, and the messages in DIRECTORY/wrong.json and DIRECTORY/refused.json."""
-    from megatron_bridge_checkpoint_cases import through_megatron_bridge
+    from megatron_bridge_checkpoint_cases import own_experts_through_megatron_bridge, through_megatron_bridge
 
     convert_special(models, directory)
     convert_tower(models, directory)
@@ -240,6 +240,7 @@ def one_process(models: str, directory: str, cases: dict[str, list[str]], traine
     counts(models, f"{directory}/counts.json")
     described = [family for family in SPECIAL_FAMILIES if family not in HYBRID_FAMILIES]
     through_megatron_bridge(models, directory, described, (trained[0], trained[1]))
+    own_experts_through_megatron_bridge(directory)
     refusals(cases, f"{directory}/refused.json", ranks=2)
 
 

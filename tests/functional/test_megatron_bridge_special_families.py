@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from golden_runs import GOLDEN
+from megatron_bridge_checkpoint_cases import OWN_EXPERTS
 from megatron_bridge_environment import PYTHON, run
 from megatron_bridge_family_cases import (
     COMMON,
@@ -287,6 +288,13 @@ def test_megatron_bridge_loads_our_checkpoint_and_saves_it(models: Path, alone: 
 def test_megatron_bridge_loads_a_checkpoint_of_a_run(quick: Path, alone: Path) -> None:
     for way in ("circle", "direct"):
         same_tensors(alone / "trained" / way, quick / f"{TRAINED_QUICKLY}-whole" / "hf")
+
+
+@pytest.mark.parametrize("name", OWN_EXPERTS)
+def test_megatron_bridge_loads_experts_that_this_project_builds(alone: Path, name: str) -> None:
+    """Its own model of Qwen3's experts has the same fields and weights; Mixtral it does not have."""
+    same_tensors(alone / name / "circle", alone / name / "hf")
+    assert json.loads((alone / "own.json").read_text()) == {}
 
 
 def test_a_delta_nets_checkpoint_is_not_described(alone: Path) -> None:
