@@ -22,11 +22,11 @@ def chunked(kind: str, vocabulary: int) -> int:
     """Peak bytes of loss and gradients for `ROWS` rows, `CHUNK` at a time, in addition to the gradients themselves."""
     from nemo_oprd.losses.chunked import Teacher, TeacherStates, chunked_output_loss
     from nemo_oprd.losses.output_loss import OutputLoss
-    from nemo_oprd.losses.vocab_parallel import VocabShard
+    from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 
     hidden, head, teacher_hidden, teacher_head, tokens = _problem(vocabulary)
     gradient = torch.zeros_like(head)
-    teacher: Teacher = TeacherStates(teacher_hidden, teacher_head)
+    teacher: Teacher = TeacherStates(teacher_hidden, OutputHead(teacher_head))
     if kind == "sampled_token":
         teacher = torch.zeros(ROWS)
     shard = VocabShard(0, vocabulary, vocabulary, None)

@@ -152,7 +152,7 @@ def _write(checkpoint: HFCheckpoint, spec: ModelSpec, layout: Layout, directory:
 
 
 def _extra_states(parameters: Sequence[Parameter], spec: ModelSpec) -> Iterator[tuple[int, str]]:
-    """(Layer from 0, Megatron's name) of the layers' extra states: `key/shard_INDEX_SIZE`, dimensions joined by dots."""
+    """(Layer from 0, Megatron's name) of extra states: `key/shard_INDEX_SIZE`, several dimensions joined by dots."""
     modules = dict[tuple[int, str], Parameter]()
     for parameter in parameters:
         layer = parameter.mapping.layer

@@ -42,7 +42,7 @@ class ServerConfig:
     placement: Free[Literal["colocated", "dedicated"]] = "colocated"
     """servers on the student's machines and GPUs, or on the last ranks of the job
 
-    These last replicas * tensor ranks hold servers and nothing else.
+    These last replicas * tensor ranks, of several teachers so many for each, hold servers and nothing else.
     """
     replicas: Free[Size | None] = None
     """number of servers; null: all of the student's GPUs, or one

@@ -105,7 +105,7 @@ def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabSha
 def read_teacher_head(spec: ModelSpec, read: TensorReader) -> OutputHead:
     """A teacher's LM head for all of its ids, in the dtype of its files; `read` returns a tensor by its HF name.
 
-    Only teachers that servers compute may have a bias or a scale; `build_chunks` refuses such a model in this process.
+    Only teachers that servers compute may have a bias or a scale: no family that a rank of this job builds has them.
     """
     weight = read("model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight")
     bias = read.bias() if isinstance(read, ServedHead) else None

@@ -215,13 +215,25 @@ def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, 
             continue
         found = model.get(name)
         found = defaults.get(name) if found is None else found
-        if name == "moe_layer_freq" and found == [1] * spec.num_layers:
-            found = 1
-        if name in model and not _same(found, expected):
+        if name in model and not (_same(found, expected) or _is_other_spelling(name, found, expected, model)):
             raise ValueError(
                 f"{directory / RUN_CONFIG}: {name}={found!r}, but {source / 'config.json'} asks for {expected!r}; "
                 "expected the same model: set hf_path= to the directory of the model that the checkpoint was made of"
             )
+
+
+def _is_other_spelling(name: str, found: Any, expected: Any, model: dict[str, Any]) -> bool:
+    """Whether Megatron-Bridge 0.6.2 writes a setting of the same model in another way than this project."""
+    if name == "window_attn_skip_freq" and isinstance(expected, list):
+        if found is None:  # a class with a pattern of its own, as Gemma 2's
+            return True
+        if isinstance(found, int) and not isinstance(found, bool):  # every such layer has no window
+            return expected == [int((layer + 1) % found != 0) for layer in range(len(expected))]
+    if name == "moe_layer_freq":
+        return {str(found), str(expected)} <= {"1", str([1] * int(model.get("num_layers") or 0))}
+    # YaRN by a factor of 1 with both scales of 1 is no YaRN
+    ones = all(model.get(key) == 1.0 for key in ("rotary_scaling_factor", "mscale", "mscale_all_dim"))
+    return name == "rope_type" and {found, expected} == {"rope", "yarn"} and ones
 
 
 def _channels(model: dict[str, Any]) -> Any:

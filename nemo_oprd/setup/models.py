@@ -27,6 +27,7 @@ from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, m
 from nemo_oprd.models.megatron_bridge.provider import OWN
 from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
 from nemo_oprd.models.weights.served_head import ServedHead
+from nemo_oprd.setup.checks import trainer_ranks
 from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec, resolve
 from nemo_oprd.teacher_servers.teacher import ServedTeacher
 
@@ -248,7 +249,8 @@ def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
             bridge = None if is_shared else ServedBridge.of(plan.objective.teachers[number])
             dtype, logprobs = DTYPES[run.config.precision], plan.needs.teacher_logprobs
             canary = Canary(teacher.spec, teacher.model.directory, dtype, head, bridge, logprobs)
-            started[number] = TeacherServers(run.config, number, canary, run.reader_layout)
+            held = trainer_ranks(run.config, world_size())
+            started[number] = TeacherServers(run.config, number, canary, run.reader_layout, held)
     except BaseException:
         for each in started.values():
             each.close()

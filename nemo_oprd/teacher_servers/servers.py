@@ -77,7 +77,7 @@ def place(
     devices: Sequence[str | None],
     readers: range,
     endpoints: Sequence[str] = (),
-    before: int = 0,
+    first: int | None = None,
 ) -> list[_Place]:
     """The servers of a teacher, the same on every rank.
 
@@ -85,7 +85,7 @@ def place(
         endpoints: the addresses of those that somebody else runs; without any, the run starts its own.
         machines, devices: per rank of the world, as in `rollout/vllm/placement.py`.
         readers: the ranks that need states.
-        before: how many teachers have their dedicated servers on the ranks before those of this one.
+        first: the first rank of dedicated servers; None: the one behind the readers.
 
     Raises:
         ValueError: a machine with readers has no server, or a server has no reader on its machine.
@@ -93,7 +93,8 @@ def place(
     if endpoints:
         return [_Place(number, readers[0], tuple(readers), url=url) for number, url in enumerate(endpoints)]
     settings = config.teacher.vllm
-    end = readers.stop + (before + 1) * dedicated_ranks(settings)
+    behind = readers.stop if first is None or settings.placement == "colocated" else first
+    end = behind + dedicated_ranks(settings)
     groups = rank_groups(settings, machines[:end], devices[:end], readers, "teacher")
     cuda, places = devices[readers[0]] is not None, []
     for number, group in enumerate(groups):
@@ -197,13 +198,17 @@ def _restart(server: Server, why: str, false_starts: dict[int, int]) -> None:
 class TeacherServers:
     """The servers of a teacher. Every rank of the world builds it and makes every call."""
 
-    def __init__(self, config: Config, number: int, canary: Canary, readers: Layout) -> None:
+    def __init__(
+        self, config: Config, number: int, canary: Canary, readers: Layout, trainer_ranks: int | None = None
+    ) -> None:
         """Starts the servers of this rank's machine, without waiting for them.
 
         Args:
             number: index of the teacher.
             canary: the teacher, and what its servers have to prove.
             readers: the layout of the ranks that need states.
+            trainer_ranks: the first ranks, which hold models; dedicated servers of all teachers have those behind them,
+                in the order of the teachers. None: the readers.
 
         Raises:
             ValueError: the placement of the servers is wrong.
@@ -213,8 +218,9 @@ class TeacherServers:
         ranks = range(readers.first_rank, readers.first_rank + readers.size)
         machines, devices = machines_and_devices(device().type == "cuda")
         endpoints = config.teacher_endpoints(number)
-        before = sum(other < number for other in config.started_teachers)
-        places = place(config, machines, devices, ranks, endpoints, before)
+        others = sum(other < number for other in config.started_teachers) * dedicated_ranks(self._settings)
+        first = others + (ranks.stop if trainer_ranks is None else trainer_ranks)
+        places = place(config, machines, devices, ranks, endpoints, first)
         self._longest = longest_sequence(config, canary)
         self._number = number
         # of this rank's machine, the ranks that hold answers

@@ -111,10 +111,11 @@ def _other_than_its_own(loaded: Any, source: Path) -> dict[str, Any]:
     with megatron_groups(Layout()), torch.no_grad():
         bridge = AutoBridge.from_hf_pretrained(str(source), dtype=torch.float32)
         made = bridge.to_megatron_provider(load_weights=False)
+        refusal = _refusal(made, source)
         for field, value in {**_settings(), "should_pad_vocab": False, "mtp_num_layers": None}.items():
             setattr(made, field, value)
         own = bridge_cases.provided(made, wrap_with_ddp=False)
-        found = {}
+        found: dict[str, Any] = {"refusal": refusal} if refusal else {}
         for field in dataclasses.fields(loaded.config):
             pair = _shown(getattr(loaded.config, field.name)), _shown(getattr(own[0].config, field.name))
             if field.name not in OF_THE_MAKING and pair[0] != pair[1]:
@@ -126,6 +127,26 @@ def _other_than_its_own(loaded: Any, source: Path) -> dict[str, Any]:
     ours, theirs = loaded.state_dict(), own[0].state_dict()
     different = [key for key in sorted({*ours, *theirs}) if not _same(ours.get(key), theirs.get(key))]
     return found | ({"parameters": different} if different else {})
+
+
+def _refusal(made: Any, source: Path) -> str:
+    """What is said of a checkpoint that Megatron-Bridge has made of the model in `source`; "" if it is read."""
+    import yaml
+    from megatron.bridge.training.utils.config_utils import _ConfigContainerBase
+    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+
+    from nemo_oprd.models import read_model_spec
+    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.models.megatron_bridge_config import check_run_config
+
+    with safe_yaml_representers():
+        written = yaml.safe_dump({"model": _ConfigContainerBase._convert_value_to_dict(made)})
+    spec = read_model_spec(source, find_family("bridge", hf_path=str(source)))
+    try:
+        check_run_config(Path("theirs"), yaml.safe_load(written), spec, source)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _shown(value: Any) -> Any:

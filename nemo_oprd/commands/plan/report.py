@@ -52,7 +52,7 @@ def _roles(found: Estimate) -> Iterator[str]:
             f"{served.cache / 1e9:.2f} the cache of {served.longest:,} tokens; {served.row_bytes:,} bytes per token "
             f"and layer, {served.answers / 1e9:.2f} GB per step"
             + (
-                f", of which {served.ahead / 1e9:.2f} GB of a machine's shared memory come early"
+                f"; early answers take at most {served.ahead / 1e9:.2f} GB of a machine's memory"
                 if served.ahead
                 else ""
             )

@@ -29,7 +29,7 @@ class Servers:
         cache: bytes of its cache on one GPU.
         row_bytes: bytes per token and layer that leave a server.
         answers: bytes of a step's answers, from all servers.
-        ahead: bytes of shared memory of a machine that answers may take while responses are sampled.
+        ahead: the most bytes of a machine's shared memory that answers take before a batch is complete.
         flops: operations of a step.
         seconds: of a step's states, transfers included.
     """
@@ -112,7 +112,8 @@ def _servers(
         cache=length * model.cache_bytes(settings.tensor, mean.value_bytes),
         row_bytes=row_bytes,
         answers=answers,
-        ahead=min(settings.ahead_gib * (1 << 30), answers),
+        # those of later steps wait there, too
+        ahead=min(settings.ahead_gib * (1 << 30), answers * (config.rollout.max_lag + 1)),
         flops=flops,
         seconds=flops / rate + answers / min(paths, count * ASSUMED.host),
     )

@@ -168,6 +168,8 @@ def described(provider: Any) -> dict[str, Any]:
         of_the_model = name.startswith(STORED) or not (is_ours(name) or name in KERNELS)
         if always or (of_the_model and value != default):
             fields[name] = _plain(value)
+    if fields.get("moe_layer_freq") == [1] * provider.num_layers:
+        fields["moe_layer_freq"] = 1  # else Megatron would look for each layer by itself, not for all in one tensor
     return {"_target_": f"{type(provider).__module__}.{type(provider).__qualname__}", **fields}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 
-from nemo_oprd.models import ModelSpec, read_model_spec
+from nemo_oprd.models import Family, ModelSpec, read_model_spec
 from nemo_oprd.models.checkpoint_directory import LATEST, checkpoint_directory, hf_directory
 from nemo_oprd.models.megatron_bridge_config import (
     RUN_CONFIG,
@@ -167,3 +167,36 @@ def test_a_directory_of_checkpoints(tmp_path: Path) -> None:
         (tmp_path / LATEST).write_text(text)
         with pytest.raises(ValueError, match=r"expected one of those beside it \(iter_0000002, iter_0000010\)"):
             checkpoint_directory(tmp_path)
+
+
+# field -> (ours, as Megatron-Bridge may write the same, other models)
+SPELLINGS: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "window_attn_skip_freq": ([1, 0, 1, 0], [2, None], [3, [0, 1, 0, 1]]),
+    "moe_layer_freq": (1, [[1, 1, 1, 1]], [[0, 1, 1, 1], 2]),
+    "rope_type": ("rope", ["yarn"], ["llama3"]),
+}
+
+
+class Described(Family):
+    """A family with these fields of a provider."""
+
+    fields: ClassVar[dict[str, Any]] = {}
+
+    def provider_fields(self, spec: ModelSpec) -> dict[str, Any]:
+        return self.fields
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_of_the_same_model(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ours, same, others = SPELLINGS[name]
+    monkeypatch.setattr(Described, "fields", {name: ours})
+    described = replace(spec, family=Described("described", lambda *_: spec, (), own=False))
+    common = {"num_layers": 4, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    for found in (ours, *same):
+        check_run_config(Path("a"), {"model": {**common, name: found}}, described, Path("b"))
+    for found in others:
+        with pytest.raises(ValueError, match=rf"{name}=.*asks for"):
+            check_run_config(Path("a"), {"model": {**common, name: found}}, described, Path("b"))
+    if name == "rope_type":
+        with pytest.raises(ValueError, match="rope_type='yarn'"):
+            check_run_config(Path("a"), {"model": {**common, "mscale": 0.7, name: "yarn"}}, described, Path("b"))

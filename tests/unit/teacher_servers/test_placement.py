@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.checks import trainer_ranks
+from nemo_oprd.setup.checks import make_layouts, reader_layout, trainer_ranks
+from nemo_oprd.teacher_servers import servers
 from nemo_oprd.teacher_servers.servers import place
 
 
@@ -44,10 +50,41 @@ def test_dedicated_servers_of_several_teachers_have_ranks_of_their_own() -> None
     assert (config.served_teachers, config.started_teachers) == ([0, 2, 3], [0, 2])
     assert trainer_ranks(config, 8) == 4
     devices = [str(rank) for rank in range(8)]
-    found = [place(config, "a" * 8, devices, range(4), before=before)[0] for before in (0, 1)]
+    found = [place(config, "a" * 8, devices, range(4), first=first)[0] for first in (4, 6)]
     assert [each.devices for each in found] == [("4", "5"), ("6", "7")]
     with pytest.raises(ValueError, match=r"4 rank\(s\) of servers leaves none of the 4 rank\(s\)"):
         trainer_ranks(config, 4)
+
+
+def test_dedicated_servers_are_behind_a_dedicated_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 ranks 0 to 3 are the student's, 4 and 5 the second teacher's, and 6 and 7 have servers of the others."""
+    entries = [
+        "{hf_path: a, data_sources: [x], engine: vllm}",
+        "{hf_path: b, data_sources: [y]}",
+        "{hf_path: c, engine: vllm}",
+    ]
+    more = ["teacher.placement=dedicated", "teacher.ranks=2", "teacher.parallel.tensor=2", "student.parallel.tensor=4"]
+    more.append("teacher.vllm.placement=dedicated")
+    config = load_config("verify", ["student.hf_path=s", "output=o", f"teachers=[{', '.join(entries)}]", *more])
+    student, teacher = make_layouts(config, 8)
+    assert (student.size, teacher.first_rank, teacher.size) == (4, 4, 2)
+    asked: dict[int, int | None] = {}
+
+    def stop(
+        _config: Any, _machines: Any, _devices: Any, _readers: Any, _endpoints: Any, first: int | None
+    ) -> list[Any]:
+        asked[len(asked)] = first
+        raise RuntimeError
+
+    monkeypatch.setattr(servers, "place", stop)
+    monkeypatch.setattr(servers, "machines_and_devices", lambda _: (["a"] * 8, ["0"] * 8))
+    monkeypatch.setattr(servers, "device", lambda: torch.device("cpu"))
+    for number in config.started_teachers:
+        with pytest.raises(RuntimeError):
+            servers.TeacherServers(config, number, mock.Mock(), reader_layout(student), trainer_ranks(config, 8))
+    assert [*asked.values()] == [6, 7]
+    devices = [str(rank) for rank in range(8)]
+    assert [place(config, "a" * 8, devices, range(4), (), first)[0].devices for first in (6, 7)] == [("6",), ("7",)]
 
 
 def test_states_do_not_cross_machines() -> None:
