@@ -331,7 +331,8 @@ def refuse_unsupported(provider: Any, model_type: str) -> None:
         found.append("another softmax")
     found = [what for what in found if what not in accepted]
     if getattr(provider, "multi_latent_attention", False) and not provider.q_lora_rank:
-        found.append("queries that are projected directly (q_lora_rank=null)")
+        # Megatron-core 0.19 with norms in latent attention puts one into this projection, which transformers has not
+        found.append("queries that are projected directly (q_lora_rank=null), which Megatron would norm once more")
     if getattr(provider, "position_embedding_type", None) not in ("rope", "yarn"):
         found.append(f"position_embedding_type={getattr(provider, 'position_embedding_type', None)!r}")
     if found:
