@@ -63,12 +63,9 @@ OBJECTIVES = {
 CASES = [
     Case("dp1", objective="full_vocab", tokens=SMALL),
     Case("dp1", objective="top_k", recompute="uniform 2"),
-    Case("tp2", objective="full_vocab"),
     Case("tp2 sp", objective="full_vocab", tokens=SMALL, extra=WAVES),
     Case("tp2 sp", "pp2", objective="sampled_token"),
-    Case("tp2", "tp2 sp", objective="sampled_token", tokens=SMALL),
     Case("cp2", "tp2", objective="jsd", tokens=SMALL, extra=WAVES),
-    Case("cp2", "tp2", objective="sampled_token", tokens=SMALL),
     Case("dp2", "cp2", objective="top_k", tokens=SMALL),
     Case("pp2", "dp2", objective="forward_kl, tied", tokens=SMALL),
     Case("pp2 vpp2", "tp2", objective="jsd", recompute="uniform 1", tokens=SMALL),
@@ -76,7 +73,6 @@ CASES = [
     Case("tp2 sp pp2", "cp2 dp2", objective="full_vocab", tokens=SMALL),
     Case("tp2 cp2", "pp4", objective="sampled_token", tokens=SMALL),
     Case("tp2 sp", "pp2 dedicated", objective="top_k", tokens=SMALL, extra=WAVES),
-    Case("pp2", "tp2 dedicated", objective="sampled_token"),
     Case("tp2 sp", "pp2", objective="weighted layers", tokens=SMALL),
     Case("pp2", objective="one layer's weight, scheduled", recompute="uniform 1"),
     Case("tp2 sp", "pp2", objective="alone", tokens=SMALL),
@@ -84,6 +80,10 @@ CASES = [
     Case("tp2 sp", objective="top_k, scale", tokens=SMALL, extra=DEDICATED),
 ]
 SLOW = [
+    Case("tp2", objective="full_vocab"),
+    Case("tp2", "tp2 sp", objective="sampled_token", tokens=SMALL),
+    Case("cp2", "tp2", objective="sampled_token", tokens=SMALL),
+    Case("pp2", "tp2 dedicated", objective="sampled_token"),
     Case("pp2", objective="sampled_token", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=1")),
     Case("cp2", objective="forward_kl, tied", tokens=SMALL, extra=SERVED),
     Case("dp2", objective="alone", tokens=SMALL, extra=SERVED),
