@@ -28,6 +28,8 @@ from nemo_oprd.commands.toy.pair import Recipe, build_pair
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 300
+# of the pair's models: a response of as many tokens takes longer than a busy machine keeps a process waiting
+POSITIONS = 1280
 API_KEY = "an-api-key-of-vLLM-in-the-environment"
 pytestmark = [
     pytest.mark.vllm,
@@ -42,6 +44,10 @@ def make_pair(directory: Path, layers: int) -> Path:
         train_prompts=64, tune_prompts=16, heldout_prompts=16,
     )  # fmt: skip
     build_pair(recipe, directory, lambda _: None)
+    for role in ("student", "teacher"):
+        file = directory / role / "config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
     return directory
 
 
@@ -251,7 +257,7 @@ def test_responses_that_go_on_after_an_update(site: Site) -> None:
 
 def test_responses_that_a_cut_interrupts(site: Site) -> None:
     """The check compares every part with its student; a server that keeps the keys of the old one is found."""
-    more = ("rollout.mode=stream", "rollout.max_lag=4", "rollout.max_new_tokens=60", "rollout.max_batch=3")
+    more = ("rollout.mode=stream", "rollout.max_lag=4", f"rollout.max_new_tokens={POSITIONS}", "rollout.max_batch=3")
     more += ("train.steps=6", "rollout.save=true")
     line = site.at_endpoint("stale_prefix_cache", more=more)
     assert "the engine does not sample from the student: rollout/logprob_gap_mean is" in line

@@ -110,15 +110,23 @@ def somebody_else_updates() -> None:
 
 
 def early_cuts() -> None:
-    """No fault: a stream is cut when the step has its responses, so that others are unfinished on any machine."""
-    of_step = StreamSampler._of_step
+    """No fault: a stream is cut when the step has its responses, and some then have long to go on any machine."""
+    of_step, body = StreamSampler._of_step, Task.body
 
     def cutting(sampler: StreamSampler, step: int) -> tuple[list[Request], list[Rollout]]:
         found = of_step(sampler, step)
         sampler.settle(step)
         return found
 
+    def endless(task: Task, index: int) -> dict[str, Any]:
+        """The oldest unfinished response of a step, and every fourth after it, has all tokens that it may have."""
+        request = body(task, index)
+        if index % 4 == 0:
+            request["sampling_params"]["stop_token_ids"] = []
+        return request
+
     StreamSampler._of_step = cutting  # type: ignore[method-assign]
+    Task.body = endless  # type: ignore[method-assign]
 
 
 def none() -> None:
