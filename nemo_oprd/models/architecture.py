@@ -59,7 +59,7 @@ class LatentAttention:
     Keys and queries have `rotated` channels with RoPE, which all heads' keys share, and `plain` ones without.
     """
 
-    query_rank: int  # channels of the queries' narrow state
+    query_rank: int  # channels of the queries' narrow state; 0: they have none
     key_rank: int  # of that of keys and values
     plain: int
     rotated: int

@@ -47,6 +47,8 @@ def not_described(spec: ModelSpec) -> str | None:
         return None
     if spec.delta is not None:
         return "gated delta nets, whose norms have another weight in checkpoints of Megatron-Bridge"
+    if spec.latent is not None:
+        return "queries without a narrow state (q_lora_rank=null), whose input Megatron-Bridge's model would norm again"
     rope = spec.rope
     if rope.kind == "longrope":
         return "RoPE of type longrope"

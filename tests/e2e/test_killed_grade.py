@@ -25,8 +25,15 @@ def response(problem: int) -> str:
     return json.dumps({"problem": problem, "sample": 0, "response": text, "response_ids": [1], "answer": answer})
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("job", [False, True], ids=["process", "job"])
+@pytest.mark.parametrize(
+    ("number", "job"),
+    [
+        pytest.param(signal.SIGINT, False, id="process-SIGINT"),
+        pytest.param(signal.SIGTERM, True, id="job-SIGTERM"),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow, id="process-SIGTERM"),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow, id="job-SIGINT"),
+    ],
+)
 def test_killed(tmp_path: Path, number: signal.Signals, job: bool) -> None:
     responses = tmp_path / "generations" / "sums.jsonl"
     responses.parent.mkdir()

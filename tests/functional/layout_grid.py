@@ -96,7 +96,7 @@ CASES = sorted(
 
 # a teacher behind servers; each case runs by itself, because it shares no setting of the teacher with the others
 SERVED_CASES = [
-    Case("tp2 sp", tokens=SMALL, extra=DEDICATED),
+    pytest.param(Case("tp2 sp", tokens=SMALL, extra=DEDICATED), marks=pytest.mark.slow),
     pytest.param(Case("tp2 sp", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),
     Case("pp2 vpp2", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=2")),
     Case("cp2", objective="qwen3-sparse", extra=SERVED),

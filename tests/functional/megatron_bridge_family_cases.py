@@ -38,7 +38,7 @@ _SIGMOID = {
 _GROUPS = {"n_group": 4, "topk_group": 2}
 # Experts, and kinds of attention: norms over all heads; windows of four tokens, a term in the softmax, biases, YaRN;
 # half of the channels rotated (which Megatron-Bridge 0.6.2 does not read), groups of experts and a bias for choosing;
-# latent attention with YaRN, and with another epsilon in its norms.
+# latent attention with YaRN, with another epsilon in its norms, and with queries that have no narrow state.
 EXPERT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": (
         "OlmoeConfig",
@@ -60,6 +60,7 @@ EXPERT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_SIGMOID, **_LATENT, "rms_norm_eps": 1e-5}),
+    "moonlight": ("DeepseekV3Config", {**_SIGMOID, **_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
 }  # fmt: skip
 _DELTA = {
     "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
@@ -110,8 +111,10 @@ OWN_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {"qwen2": ("Qwen2Config", 
 # families with models of six and seven layers
 DEEP_FAMILIES = ("gemma3_text",)
 SPECIAL_FAMILIES = {**EXPERT_FAMILIES, **HYBRID_FAMILIES, **WINDOWED_FAMILIES}
+# whose checkpoints Megatron-Bridge would read as another model, so that they do not say what they are
+UNDESCRIBED = (*HYBRID_FAMILIES, "moonlight")
 # whose in-process samples are compared: windows and sinks, narrow states, delta nets, norms behind blocks
-SAMPLED_FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_5_text", "gemma2", "gemma3_text")
+SAMPLED_FAMILIES = ("gpt_oss", "deepseek_v3", "moonlight", "qwen3_5_text", "gemma2", "gemma3_text")
 LAYER_TYPES = {3: ["linear_attention", "full_attention", "linear_attention"]}
 LAYER_TYPES[4] = ["linear_attention", *LAYER_TYPES[3]]
 # ids 0 to 60, as in the golden rollouts; an odd number of layers
@@ -238,7 +241,7 @@ def one_process(models: str, directory: str, cases: dict[str, list[str]], traine
     planted(models, directory)
     samples(models, f"{directory}/samples.json")
     counts(models, f"{directory}/counts.json")
-    described = [family for family in SPECIAL_FAMILIES if family not in HYBRID_FAMILIES]
+    described = [family for family in SPECIAL_FAMILIES if family not in UNDESCRIBED]
     through_megatron_bridge(models, directory, described, (trained[0], trained[1]))
     own_experts_through_megatron_bridge(directory)
     refusals(cases, f"{directory}/refused.json", ranks=2)

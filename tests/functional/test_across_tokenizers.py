@@ -51,9 +51,11 @@ CASES = [
     Case("cp2", "tp2 sp", objective="cosine"),
     Case("dp2", "cp2", objective="predicting", tokens=SMALL),
     Case("tp2", "pp2 dedicated", objective="token", tokens=SMALL),
+]
+SLOW = [
+    Case("tp2 sp", objective="predicting, served", tokens=SMALL, extra=SERVED),
     Case("pp2", objective="token, served", tokens=SMALL, extra=(*DEDICATED, "teacher.resident_microbatches=1")),
 ]
-SLOW = Case("tp2 sp", objective="predicting, served", tokens=SMALL, extra=SERVED)
 
 
 def make_rollouts() -> list[Rollout]:
@@ -160,7 +162,9 @@ def test_the_plain_computation(bench: Bench, states: dict[str, list[torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "case", [*sorted(CASES, key=lambda case: case.ranks), pytest.param(SLOW, marks=pytest.mark.slow)], ids=str
+    "case",
+    [*sorted(CASES, key=lambda case: case.ranks), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
 )
 def test_gradients(pools: Pools, bench: Bench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = f"output={tmp_path / 'out'}"

@@ -83,16 +83,14 @@ class Case:
     only: tuple[int, ...] | None = None
 
 
-# these by default, the others with --all
-DEFAULT = {
+# only with --all: by default, test_rehearsal.py rehearses one layout
+CASES = {
     "EP2 TP2 SP, experts of one rank": Case(
         2,
         (*EXPERTS, EP2, TP2, SP, TEACHER_EP2, FULL, "train.prompts_per_step=2", ALLGATHER),
         load="one-rank",
         only=(0, 1),
     ),
-}
-SLOW = {
     "DP2": Case(2),
     "PP2, 2 chunks, tied, whole vocabulary": Case(2, (PP2, VPP2, *TIED, *output("full_vocab"))),
     "CP2, bridge to a wider teacher in PP2, offloaded, groups": Case(
@@ -163,7 +161,6 @@ SLOW = {
         (*EXPERTS, EP2, TEACHER_EP2, "student.router_aux_loss=0.001", "student.router_z_loss=0.001"),
     ),
 }
-CASES = DEFAULT | SLOW
 TOLERANCE = 0.05
 
 pytestmark = pytest.mark.skipif(
@@ -211,7 +208,8 @@ def errors(found: Rehearsed) -> dict[tuple[str, str], float]:
 OWN_WAITS = {file for file, _ in KNOWN_WAITS if file.startswith("nemo_oprd/")}
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_layout_is_rehearsed(rehearsals: Rehearsals, name: str) -> None:
     found = rehearsed(rehearsals, CASES[name])
     assert (found.mistakes, found.disagreements) == ([], [])

@@ -84,7 +84,13 @@ def sampled(line: dict[str, Any], digest: str, known: int) -> list[int]:
     return sample(digest, *asked, known, line["stop_token_ids"], {"whole": WHOLE})["ids"]
 
 
-@pytest.mark.parametrize("faults", [{}, {"die": {"call": GENERATE, "at": 20}}], ids=["whole", "a server dies"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="whole"),
+        pytest.param({"die": {"call": GENERATE, "at": 20}}, id="a server dies"),
+    ],
+)
 def test_steps_take_each_response_once(
     pools: Pools, settings: list[str], tmp_path: Path, faults: dict[str, Any]
 ) -> None:

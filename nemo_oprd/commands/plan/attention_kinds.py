@@ -43,7 +43,9 @@ def attention_parameters(spec: ModelSpec, layer: int) -> AttentionParameters:
     if spec.latent is not None:
         latent = spec.latent
         down = d * (latent.query_rank + latent.key_rank + latent.rotated)
-        up = latent.query_rank * (latent.plain + latent.rotated) + latent.key_rank * (latent.plain + latent.value)
+        up = (latent.query_rank or d) * (latent.plain + latent.rotated) + latent.key_rank * (
+            latent.plain + latent.value
+        )
         split = spec.num_heads * (up + latent.value * d)
         return AttentionParameters(split, down + latent.query_rank + latent.key_rank, split + down)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from megatron.core.transformer.enums import AttnBackend
 from nemo_oprd.layout import Layout
 from nemo_oprd.losses.import_path import import_function
 from nemo_oprd.models import ModelSpec, read_hf_config
-from nemo_oprd.models.architecture import LatentAttention
 from nemo_oprd.models.megatron.adopt import adopt
 from nemo_oprd.models.megatron.capped_attention import CappedAttention
 from nemo_oprd.models.megatron.delta_net import use_torch_kernels
@@ -54,7 +52,7 @@ from nemo_oprd.models.megatron.observed_layer import ObservedSequences
 from nemo_oprd.models.megatron.parallel import Role, device
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.models.megatron.refusals import check_rope_of
-from nemo_oprd.models.megatron_bridge import gemma2, gemma3
+from nemo_oprd.models.megatron_bridge import gemma2, gemma3, latent_attention
 from nemo_oprd.models.megatron_bridge.family import bridge_model, import_bridge
 from nemo_oprd.models.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
 
@@ -258,6 +256,8 @@ def _build_chunk(
         made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
     if type(made).__name__ == gemma2.PROVIDER:
         made.transformer_layer_spec = gemma2.layer_spec
+    if spec.latent is not None and not spec.latent.query_rank:
+        made.transformer_layer_spec = latent_attention.with_direct_queries(made.transformer_layer_spec)
     made.finalize()
     where = span.first, span.last, span.virtual_stage(layout)
     is_gemma3 = type(made).__name__ == gemma3.PROVIDER
@@ -291,7 +291,7 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
 def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
     """Makes latent attention and experts compute as in transformers; raises ValueError where they can't."""
     if spec.latent is not None:
-        _prepare_latent_attention(model, spec.latent, role)
+        latent_attention.prepare(model, spec.latent, role)
     if spec.delta is not None:
         _prepare_delta_nets(model, role)
     if spec.post_norms:
@@ -301,30 +301,6 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
         if role.layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         release_weights_after_forward(model)
-
-
-def _prepare_latent_attention(model: Any, latent: LatentAttention, role: Role) -> None:
-    """Sets in multi-latent attention what Megatron does not take from its settings.
-
-    The norms of the narrow states get their epsilon: Megatron has one for all norms. The projections to the narrow
-    states, which every tensor rank holds, get the ranks' group, by which a checkpoint tells the copies apart.
-
-    Raises:
-        ValueError: the softmax's scale is not transformers'.
-    """
-    for layer in model.decoder.layers:
-        scale = layer.self_attention.softmax_scale
-        if not math.isclose(scale, latent.scale, rel_tol=1e-6):
-            raise ValueError(
-                f"Megatron-Bridge multiplies the products of queries and keys by {scale:g}, transformers by "
-                f"{latent.scale:g}; expected the same: choose a model with other RoPE settings"
-            )
-        for name in ("q", "kv"):
-            down, up = (getattr(layer.self_attention, f"linear_{name}_{way}_proj", None) for way in ("down", "up"))
-            if down is not None:
-                down._tp_group = role.member_groups.tp
-            if up is not None and hasattr(up, "layer_norm_weight"):
-                up.eps = latent.norm_eps
 
 
 def _prepare_delta_nets(model: Any, role: Role) -> None:

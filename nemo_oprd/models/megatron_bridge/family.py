@@ -67,12 +67,14 @@ class BridgeFamily(Family):
         return shape_of(name, bridge_model(spec.hf_config).shapes)
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """As `Family`: those that Megatron-Bridge derives from the config, corrected. None with delta nets.
+        """As `Family`: those that Megatron-Bridge derives from the config, corrected.
 
-        Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold the weight itself,
-        because the difference is not exact in bfloat16, and no field says so.
+        None with delta nets: Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold
+        the weight itself, because the difference is not exact in bfloat16, and no field says so. None with latent
+        attention whose queries have no narrow state, either: Megatron-Bridge builds another model of it.
         """
-        return None if spec.delta is not None else described(bridge_model(spec.hf_config).provider)
+        direct = spec.latent is not None and not spec.latent.query_rank
+        return None if spec.delta is not None or direct else described(bridge_model(spec.hf_config).provider)
 
 
 def bridge_family(directory: str | Path) -> BridgeFamily | None:
@@ -131,7 +133,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if getattr(provider, "multi_latent_attention", False):
         assert found.latent is not None
-        ranks = provider.q_lora_rank, provider.kv_lora_rank
+        ranks = provider.q_lora_rank or 0, provider.kv_lora_rank
         sizes = provider.qk_head_dim, provider.qk_pos_emb_head_dim, provider.v_head_dim
         parts["latent"] = LatentAttention(*ranks, *sizes, *found.latent)
     else:
@@ -330,9 +332,6 @@ def refuse_unsupported(provider: Any, model_type: str) -> None:
     if getattr(provider, "softmax_type", "vanilla") != "vanilla":
         found.append("another softmax")
     found = [what for what in found if what not in accepted]
-    if getattr(provider, "multi_latent_attention", False) and not provider.q_lora_rank:
-        # Megatron-core 0.19 with norms in latent attention puts one into this projection, which transformers has not
-        found.append("queries that are projected directly (q_lora_rank=null), which Megatron would norm once more")
     if getattr(provider, "position_embedding_type", None) not in ("rope", "yarn"):
         found.append(f"position_embedding_type={getattr(provider, 'position_embedding_type', None)!r}")
     if found:

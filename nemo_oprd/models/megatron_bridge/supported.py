@@ -46,7 +46,7 @@ _DENSE = "TP2+SP, PP2, CP2, DP2, full recompute"
 _SPARSE = "TP2+SP, PP2, EP2, CP2, VPP, full recompute"
 _ROUTERS = "routers' losses and replay"
 _OF_HYBRID = "multi-token prediction and vision towers are left out"
-_OF_LATENT = f"{_ROUTERS}; queries without a narrow state; multi-token prediction is left out"
+_OF_LATENT = f"{_ROUTERS}; multi-token prediction is left out"
 KINDS: dict[str, Kind] = {
     "gemma": Kind(_DENSE),
     "nemotron": Kind(_DENSE),
@@ -70,7 +70,9 @@ KINDS: dict[str, Kind] = {
         f"context parallelism, expert_tensor; {_ROUTERS}",
     ),
     "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
-    "deepseek_v3": Kind("TP2+SP, PP2, EP2, VPP, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT),
+    "deepseek_v3": Kind(
+        "TP2+SP, PP2, EP2, CP2 without YaRN, VPP, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT
+    ),
     "glm4_moe_lite": Kind(_SPARSE, _LATENT, ("default", "yarn"), _OF_LATENT),
     "qwen3_5_text": Kind(f"{_DENSE}, VPP", frozenset(_HYBRID), refused=_OF_HYBRID),
     "qwen3_5_moe_text": Kind(_SPARSE, frozenset((*_HYBRID, _EXPERTS)), refused=f"{_ROUTERS}; {_OF_HYBRID}"),
