@@ -56,6 +56,7 @@ class Experts:
 class LatentAttention:
     """Multi-latent attention: queries, and keys with values, are projected from narrow states that are normed.
 
+    Queries of some models are projected from the layer's input instead.
     Keys and queries have `rotated` channels with RoPE, which all heads' keys share, and `plain` ones without.
     """
 

@@ -204,10 +204,11 @@ def named_hf_directory(content: dict[str, Any]) -> tuple[Path | None, list[str]]
 def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, source: Path) -> None:
     """Raises ValueError unless a checkpoint's run_config.yaml describes the model of `source`/config.json."""
     if (reason := not_described(spec)) is not None:
+        # weights with a further norm are of no model that transformers has
+        export = "" if spec.latent is not None else ", or export the checkpoint with Megatron-Bridge"
         raise ValueError(
             f"{source / 'config.json'}: {reason}, which is not read from checkpoints of Megatron-Bridge; expected the "
-            f"config.json of the model in {directory}: set hf_path= to that model's directory, or export the "
-            "checkpoint with Megatron-Bridge"
+            f"config.json of the model in {directory}: set hf_path= to that model's directory{export}"
         )
     model = content["model"]
     defaults = {"num_query_groups": model.get("num_attention_heads"), "kv_channels": _channels(model)} | _YARN_DEFAULTS

@@ -23,7 +23,7 @@ class DirectQueries(MLASelfAttention):
     """Latent attention whose queries are projected from the layer's normed input."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        # Megatron gives this projection alone no group, so that it would ask the global ones
+        # Megatron gives this projection no group, so that it would ask the global ones
         chosen = ModuleSpec(submodules.linear_q_proj, params={"tp_group": self.pg_collection.tp})
         return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": chosen}
 

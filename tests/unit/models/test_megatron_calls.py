@@ -17,6 +17,12 @@ from megatron_calls import NOTED, Call, all_calls, calls, installed_signatures, 
 NOTES: dict[str, dict[str, dict[str, list[str]]]] = json.loads(NOTED.read_text())
 # the only module that may call what not all versions have; it asks which it is first
 VERSIONS_MODULE = "nemo_oprd/models/megatron/versions.py"
+# methods that are overridden, which older versions lack, and why that does no harm
+NEWER = {
+    "megatron.core.transformer.multi_latent_attention.MLASelfAttention._resolve_qk_norm_config": (
+        "the class is built with Megatron-Bridge 0.6 only, which needs 0.19"
+    ),
+}
 # Settings of these classes are read by name; a new one is off by default, or the layout and golden tests would fail.
 CONFIGURATIONS = {
     *("TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"),
@@ -142,7 +148,7 @@ def test_the_notes_are_those_of_the_installed_version(package: str) -> None:
 
 @pytest.mark.parametrize("package", NOTES)
 def test_all_versions_note_the_same_names(package: str) -> None:
-    names = [set(notes) - NOT_IMPORTED for notes in NOTES[package].values()]
+    names = [set(notes) - NOT_IMPORTED - set(NEWER) for notes in NOTES[package].values()]
     assert names[0] == names[-1], names[0] ^ names[-1]
 
 
