@@ -194,6 +194,7 @@ def test_quickstart(project: Path, running: dict[str, Future[str]]) -> None:
     assert AutoTokenizer.from_pretrained(quickstart / "hf").decode([3, 4]) == "01"
 
 
+@pytest.mark.slow
 def test_quickstart_refuses_a_pair_of_another_version(project: Path, tmp_path: Path) -> None:
     """Such a pair and its conversions stay as they are, and one command that removes them is named."""
     for name in (".venv", "scripts"):

@@ -42,7 +42,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_response_is_of_the_weights_that_it_names(
     pools: Pools, settings: list[str], tmp_path: Path, lag: int
 ) -> None:

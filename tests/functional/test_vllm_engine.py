@@ -86,7 +86,7 @@ def test_the_longest_come_first(run: Any) -> None:
     assert prompts[COUNT:] != PROMPTS
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_server_dies_while_it_samples(run: Any, ranks: int) -> None:
     """Another one takes over, or it is started again; nothing that was complete is sampled again."""
     faults = {"die": {"call": GENERATE, "at": 3}, "delay_s": 0.02}
@@ -136,7 +136,9 @@ def test_all_servers_die_while_idle(run: Any, plan: str) -> None:
     assert len(found["said"]) == 2
 
 
-@pytest.mark.parametrize(("ranks", "plan"), [(1, "lose"), (2, "lose"), (1, "lose idle")])
+@pytest.mark.parametrize(
+    ("ranks", "plan"), [pytest.param(1, "lose", marks=pytest.mark.slow), (2, "lose"), (1, "lose idle")]
+)
 def test_a_client_process_dies(run: Any, ranks: int, plan: str) -> None:
     """Another one samples what it lacked, and nothing that was complete."""
     overrides = ["rollout.vllm.replicas=2", "rollout.max_batch=1"]

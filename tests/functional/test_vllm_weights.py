@@ -44,7 +44,7 @@ class TestGroup:
         joins = [line for line in lines(found["root"]) if line["call"] == "/init_weight_transfer_engine"]
         assert len(joins) == 2  # the group is used again
 
-    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_a_refusal_ends_the_transfer_at_once(self, run: Any, ranks: int) -> None:
         """Of the second worker, for which the first one waits; with the server's own words, and no restart."""
         faults = {"group": True, "refuse": {"call": "bucket 1", "at": 2, "text": "a layer of another shape"}}
