@@ -11,7 +11,7 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 services="slurm or vllm or nemo or smollm or wandb or chromium or npm or recipes"
-beside=(tests/functional/test_{nemo_rl,prune_layers,safe_unpickling,served_teachers,shared_teachers,stream,vllm_access,vllm_engine}.py)
+beside=(tests/functional/test_{nemo_rl,prune_layers,safe_unpickling,served_teachers,shared_teachers,stream,vllm_engine}.py)
 if [ "${1:-}" = --integration ]; then
   shift
   if [ $# != 0 ]; then
