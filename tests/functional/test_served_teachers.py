@@ -266,12 +266,26 @@ def test_two_steps_of_training(
     assert nothing_is_left(bench)
 
 
+def beside_a_megatron_teacher(toy: Path) -> list[str]:
+    """The toy's prompts and as many of another data source, whose teacher is in the trainer."""
+    rows = [json.loads(line) for line in (toy / "prompts" / "train.jsonl").read_text().splitlines()]
+    (toy / "others.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    teacher = f"hf_path: {toy / 'teacher'}"
+    return [
+        f"data.train=[{toy / 'prompts' / 'train.jsonl'},{toy / 'others.jsonl'}]",
+        f"teachers=[{{{teacher}, data_sources: [toy_addition]}}, {{{teacher}, name: others, engine: megatron}}]",
+        "teacher.hf_path=null",
+    ]
+
+
+@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["alone", "of two engines"])
 def test_states_that_are_asked_for_while_responses_are_sampled(
-    pools: Pools, served_teachers: ServedTeachers, tmp_path: Path
+    pools: Pools, served_teachers: ServedTeachers, tmp_path: Path, alone: bool
 ) -> None:
     """The same metrics and weights bit by bit, whether all, some or none are; with all of them nothing is asked twice.
 
-    The timeline says that servers compute for a batch before all its responses are there.
+    The timeline says that servers compute for a batch before all its responses are there. Also beside a teacher that
+    reads its responses in the trainer.
     """
     make_tiny_pair(tmp_path / "toy", steps=10, log=lambda _: None)
     common = [
@@ -282,6 +296,7 @@ def test_states_that_are_asked_for_while_responses_are_sampled(
     ]
     common += ["data.validation={}", "evaluation.every=0", "train.keep_best=null", "loss.output.kind=sampled_token"]
     common += ["loss.output.weight=0.5", "train.prompts_per_step=8"]
+    common += [] if alone else beside_a_megatron_teacher(tmp_path / "toy")
     counts = {}
     for name, ahead_gib in (("whole", 0), ("some", 3e-5), ("all", 0.01)):
         bench, output = served_teachers.bench(), tmp_path / name
@@ -297,3 +312,7 @@ def test_states_that_are_asked_for_while_responses_are_sampled(
             (sampling,) = [one for one in read_timeline(output) if one.phase == "generate" and one.step == each.step]
             assert sampling.began < each.began < sampling.ended, "asked before the batch was complete"
     assert counts["all"] == counts["some"] == counts["whole"], counts
+    if not alone:
+        lines = [json.loads(line) for line in (tmp_path / "all" / "metrics.jsonl").read_text().splitlines()]
+        read = [sum(line[f"teachers/{name}/responses"] for line in lines) for name in ("toy_addition", "others")]
+        assert min(read) > 0 and sum(read) == 3 * 8, read
