@@ -138,7 +138,7 @@ def check_teacher_prompts(
             raise ValueError(
                 f"data.train: the teacher reads {length} tokens for the prompt {str(request.prompt)[:60]!r}, which "
                 f"leaves no room for a response in its {inputs.max_positions} positions; expected fewer: shorten "
-                "teacher.prompt, teacher.system_prompt or the hint, or set data.max_prompt_tokens"
+                "teacher.prompt or the hint, or teacher.system_prompt, or set data.max_prompt_tokens"
             )
 
 
