@@ -226,7 +226,8 @@ def test_calls_and_tools_belong_to_the_identity(tmp_path: Path) -> None:
     assert [prompt.index for prompt in prepared.files[0]] == [0, 1, 2, 4, 5, 7, 8]
     prompts = load_prompts(file)
     (null,) = load_prompts(jsonl(tmp_path / "null.jsonl", {"prompt": [{**ASKED, "tool_calls": None, "name": ""}]}))
-    assert identity(null) == identity(prompts[5]) == "is it warm in paris?" and identity(prompts[8]) == "is it warm in paris?\nb"
+    assert identity(null) == identity(prompts[5]) == "is it warm in paris?"
+    assert identity(prompts[8]) == "is it warm in paris?\nb"
     # an evaluation of other calls, or of other tools, is another problem
     found = TrainingTexts([[prompts[0], prompts[4]]]).overlaps({"v": [prompts[1], prompts[3], prompts[5]]})["v"]
     assert [(overlap.problem, overlap.training) for overlap in found if overlap.same_text] == [(1, 0)]
