@@ -270,7 +270,7 @@ def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list
         except ValueError as error:  # of a run, which may have begun with other problems or graders
             logger.info(f"no comparison of {label} with {against}: {error}")
             continue
-        print(differences(found, label, against), flush=True)
+        print(differences(found, against, label), flush=True)
         flat = {
             f"val/{name}/{metric}{suffix}": value
             for name, metrics in found.items()

@@ -18,6 +18,7 @@ from nemo_oprd.commands.report.numbers import interval, number, signed
 from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.commands.report.panels import training_minutes
 from nemo_oprd.commands.report.tokens import token_panel
+from nemo_oprd.evaluation.intervals import Difference
 from nemo_oprd.evaluation.set_metrics import MEANINGS
 from nemo_oprd.observability.run_reader import read_run
 
@@ -78,16 +79,17 @@ def test_paired_differences_are_those_of_grade(runs: list[Path], page: str) -> N
     heads = re.findall(r'<th class="number">(.*?)</th>', section(page, "Paired differences"))
     assert heads == ["avg", "best@2", "maj@2", "avg_len", "truncated", "no_answer", "dist_4g"]
     assert [row[1] for row in table] == [
-        "a after step 6 minus before training",
-        "a after step 6 minus teacher",
-        "b after step 6 minus before training",
-        "b after step 6 minus teacher",
-        "b after step 6 minus a after step 6",
+        "before training → a after step 6",
+        "teacher → a after step 6",
+        "before training → b after step 6",
+        "teacher → b after step 6",
+        "a after step 6 → b after step 6",
     ]
     written = json.loads((runs[0] / "evaluations" / "step_0000006" / "differences.json").read_text())
     for column, metric in enumerate(heads):
-        low, high = (signed(metric, value) for value in written[f"val/sums/{metric}/ci"])
-        assert table[0][2 + column] == f"{signed(metric, written[f'val/sums/{metric}'])} [{low}, {high}]"
+        value, bounds = written[f"val/sums/{metric}"], written[f"val/sums/{metric}/ci"]
+        value, low, high = (signed(metric, each, Difference(value, *bounds)) for each in (value, *bounds))
+        assert table[0][2 + column] == f"{value} [{low}, {high}]"
     assert table[0][2].startswith("+50.0 ") and table[4][2].startswith(f"{MINUS}30.0 ")
     colours = re.findall(r'<span class="(better|worse|other|)">', section(page, "Paired differences"))
     of_row = len(heads)
@@ -307,7 +309,11 @@ def test_a_bridge_has_its_curve(tmp_path: Path) -> None:
 def test_numbers() -> None:
     assert number("val/x/pass@2", 0.125) == "12.5\N{NO-BREAK SPACE}%" and number("val/x/avg_len", 1234.5) == "1,234"
     assert interval("val/x/maj@4", [0.1, 0.25]) == "[10.0, 25.0]" and interval("x", None) == ""
-    assert signed("avg", -0.125) == f"{MINUS}12.5" and signed("avg_len", 3.25) == "+3.25"
+    gap, small = Difference(-0.125, -0.25, 0.0), Difference(0.0002, 0.0001, 0.0004)
+    assert signed("avg", gap.value, gap) == f"{MINUS}12.5" and signed("avg_len", 3.25, gap) == "+3.25"
+    # a difference that is real is not shown as 0
+    assert [signed("avg", each, small) for each in (small.value, small.low, small.high)] == ["+0.02", "+0.01", "+0.04"]
+    assert signed("avg_len", small.low, small) == "+0.0001"
     assert pages.REFRESH_S > 0
 
 

@@ -21,7 +21,7 @@ def test_both_sides_of_a_comparison_are_graded_by_the_same_graders(
     assert "sums: is graded by number (text) in" in line and "and by boxed (text) in" in line
     assert "--grader sums=NAME" in line and not (tmp_path / "a" / "grades").exists()
     grade(*command, "--grader", "sums=number")
-    assert "sums  a - b" in capsys.readouterr().out
+    assert "sums  b -> a" in capsys.readouterr().out
 
 
 def test_a_run_whose_graders_changed_is_graded_but_not_compared(
@@ -89,7 +89,7 @@ def test_a_run_that_is_complete_ends_with_its_table(
     report = final_report(tmp_path / "metrics.jsonl")
     assert "sums  student after" in report
     if words is None:
-        assert "student after - before" in report
+        assert "student before -> after" in report
     else:
         (line,) = [each for each in report.splitlines() if "no comparison of the last evaluation" in each]
         assert words in line
