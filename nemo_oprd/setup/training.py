@@ -55,6 +55,7 @@ from nemo_oprd.setup.data import (
     read_training_data,
 )
 from nemo_oprd.setup.idle_ranks import idle_ranks
+from nemo_oprd.setup.likely_mistakes import likely_mistakes
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.prompt_files import write_report
 from nemo_oprd.setup.resolve import RunSpec
@@ -300,6 +301,9 @@ def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
     if idle is not None and is_first_rank():
         logger.warning(idle.line)
+    if is_first_rank():
+        for line in likely_mistakes(plan, data):
+            logger.warning(line)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)

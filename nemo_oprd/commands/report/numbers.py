@@ -53,3 +53,16 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours:,} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def closed_gap(before: float, after: float, teacher: float) -> str:
+    """How much of the teacher's lead before training was made up, in percent."""
+    return f"{100 * (after - before) / (teacher - before):.0f}"
+
+
+def count(value: float) -> str:
+    """Three significant digits with a unit. Example: 1543714304 -> "1.54 B"."""
+    for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= 0.9995 * unit:
+            return f"{value / unit:.{max(0, 2 - int(math.log10(max(1, value / unit))))}f}{name}"
+    return f"{value:.0f}"
