@@ -41,7 +41,8 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
             taught_by = run.models.routing.teachers_of(request.data_source for request in some)
             own = [request for request, teacher in zip(some, taught_by, strict=True) if teacher == number]
             texts = [inputs.teacher.render(list(request.teacher_messages), True) for request in own]
-            found.append(prompts_alike(f"data.train as {run.models.teachers[number].model.key} reads it", texts))
+            name = run.models.teachers[number].model.key if run.config.teachers else "the teacher"
+            found.append(prompts_alike(f"data.train as {name} reads it", texts))
     yield from filter(None, found)
 
 

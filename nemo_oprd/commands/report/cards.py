@@ -64,6 +64,12 @@ class _Summary:
         return (starts(self.run.path) or [{}])[-1]
 
     @property
+    def _ranks(self) -> str:
+        """Example: "2 ranks"; "" if it is not known."""
+        ranks = _text(self._start.get("ranks"))
+        return f"{ranks} rank{'' if ranks == '1' else 's'}" if ranks else ""
+
+    @property
     def sentence(self) -> str:
         """Example: "96 % of the gap closed: 64.3 → 98.6 %, teacher 100.0 %, 6 min 48 s on 2 ranks"."""
         done, total = self.run.steps[1], self.run.setting("train.steps")
@@ -71,10 +77,10 @@ class _Summary:
         found = [self._of_set(f"val/{name}/", metric) for name, metric in averages]
         if len(found) > 1:
             found = [f"{name}: {text}" for (name, _), text in zip(averages, found, strict=True)]
-        ranks = self._start.get("ranks")
-        found = ["; ".join(found) or self._loss(), duration(self.run.seconds) + (f" on {ranks} ranks" if ranks else "")]
+        on = f" on {self._ranks}" if self._ranks else ""
+        found = ["; ".join(found) or self._loss(), duration(self.run.seconds) + on]
         unfinished = f"After {done:,} of {total:,} steps, unfinished: " if self.run.unfinished else ""
-        return unfinished + ", ".join(filter(None, found)).replace(" on 1 ranks", " on 1 rank")
+        return unfinished + ", ".join(filter(None, found))
 
     def _of_set(self, prefix: str, metric: str) -> str:
         """What became of the average of a validation set, and of its distance from the teacher's."""
@@ -122,8 +128,7 @@ class _Summary:
         yield "Seed", _text(run.setting("seed"))
         yield "Precision", _text(run.setting("precision"))
         yield "Started", self._date()
-        machine = f"{start['ranks']} ranks" if "ranks" in start else "", _text(start.get("device"))
-        yield "Machine", ", ".join(filter(None, machine))
+        yield "Machine", ", ".join(filter(None, (self._ranks, _text(start.get("device")))))
         yield "Versions", ", ".join(self._versions())
 
     def _teachers(self) -> Iterator[tuple[str, str]]:

@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 def closed_gap(before: float, after: float, teacher: float) -> str:
     """How much of the teacher's lead before training was made up, in percent."""
-    return f"{100 * (after - before) / (teacher - before):.0f}"
+    return f"{100 * (after - before) / (teacher - before):.0f}".replace("-", MINUS)
 
 
 def count(value: float) -> str:
