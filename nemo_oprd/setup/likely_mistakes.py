@@ -26,7 +26,7 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
     """One line for each: models that look exchanged, and prompts that a chat template makes the same."""
     run, student = plan.run, plan.files.student
     for teacher in run.models.teachers:
-        if TEACHER_KINDS[run.config.teacher.weights].own_model and not teacher.model.served:
+        if TEACHER_KINDS[run.config.teacher.weights].own_model:
             smaller = smaller_teacher(student.spec, teacher.spec)
             if smaller is not None:
                 yield f"{teacher.model.key}: {smaller}" if run.config.teachers else smaller
@@ -68,9 +68,9 @@ def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = 
 
 
 def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
-    """A line if a teacher has fewer weights in its layers than the student; None if it has not."""
+    """A line if a teacher has fewer weights in its layers than the student; None if it has not, or on servers."""
     ours, theirs = layer_weights(student), layer_weights(teacher)
-    if theirs >= ours:
+    if theirs >= ours or not teacher.ffn_size:  # `read_served_spec` does not read it
         return None
     return (
         f"the teacher has {theirs:.3g} weights in its layers and the student {ours:.3g}; expected a teacher of the "

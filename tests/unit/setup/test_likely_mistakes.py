@@ -14,6 +14,7 @@ from nemo_oprd.commands.doctor.static import static_findings
 from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models import parse_model_spec
+from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.setup.data import TrainingData, read_training_data
 from nemo_oprd.setup.likely_mistakes import likely_mistakes, prompts_alike, smaller_teacher
 from nemo_oprd.setup.models import RunFiles
@@ -39,11 +40,14 @@ def test_nearly_all_prompts(prompts: list[str], says: str | None) -> None:
     assert (prompts_alike("data.train", [[ord(each)] for each in prompts]) is None) == (says is None)
 
 
-def test_a_teacher_of_fewer_layers() -> None:
+def test_a_teacher_of_fewer_layers(tmp_path: Path) -> None:
     small, large = (parse_model_spec({**QWEN2, "num_hidden_layers": layers}) for layers in (2, 4))
     assert smaller_teacher(small, large) is None and smaller_teacher(large, large) is None
     found = smaller_teacher(large, small)
     assert found is not None and "exchange the two paths" in found
+    # of a model that servers compute, only depth and width are known
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    assert smaller_teacher(large, read_served_spec(tmp_path)) is None
 
 
 @pytest.fixture(scope="module")
