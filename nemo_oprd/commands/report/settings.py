@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from nemo_oprd.commands.report.figures import Key, run_key
@@ -60,7 +61,10 @@ def changed_settings(runs: list[Run]) -> list[tuple[Key, list[Settings]]]:
         for (after, file, config), end in zip(run.history, ends, strict=True):
             if end > after:
                 steps = f"{after + 1:,}" if end == after + 1 else f"{after + 1:,} to {end:,}"
-                rows.append((steps, file, changes(before, config) if before and config else []))
+                changed = changes(before, config) if before and config else []
+                rows.append(
+                    (steps, file, [replace(c, before=_shown(c.before), after=_shown(c.after)) for c in changed])
+                )
                 before = config
         if len(rows) > 1:
             found.append((run_key(index, run), rows))
@@ -76,8 +80,12 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     """Nested mappings as dotted key -> text of its value, as in JSON without quotes around texts."""
     if not isinstance(value, dict):
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        return {prefix: _PASSWORD.sub("...@", text)}
+        return {prefix: _shown(text)}
     found: dict[str, str] = {}
     for name, item in value.items():
         found |= _flat(item, f"{prefix}.{name}" if prefix else str(name))
     return found
+
+
+def _shown(text: str) -> str:
+    return _PASSWORD.sub("...@", text)

@@ -51,7 +51,7 @@ def test_files_of_one_evaluation_are_graded_together(tmp_path: Path, capsys: pyt
     )
     written = json.loads((tmp_path / "eval" / "differences.json").read_text())
     assert written["against"] == "base" and {f"val/{name}/avg" for name in ("a", "b", "c")} <= set(written)
-    assert capsys.readouterr().out.count(" eval - base ") >= 3
+    assert capsys.readouterr().out.count(" base -> eval ") >= 3
     other = tmp_path / "eval" / "a.jsonl"
     other.write_text(files[0].read_text())
     assert "are both of the set a, expected one file" in refused(capsys, files[0], other)
