@@ -61,7 +61,7 @@ def changed_settings(runs: list[Run]) -> list[tuple[Key, list[Settings]]]:
         for (after, file, config), end in zip(run.history, ends, strict=True):
             if end > after:
                 steps = f"{after + 1:,}" if end == after + 1 else f"{after + 1:,} to {end:,}"
-                changed = changes(before, config) if before and config else []
+                changed: list[Change] = changes(before, config) if before and config else []
                 rows.append(
                     (steps, file, [replace(c, before=_shown(c.before), after=_shown(c.after)) for c in changed])
                 )
