@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +33,7 @@ from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
 from nemo_oprd.models.megatron.parallel import init_distributed
 from nemo_oprd.models.weights.hf_export import export_hf
+from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.phase_timer import PhaseTimer
@@ -55,9 +60,10 @@ from nemo_oprd.setup.data import (
     read_training_data,
 )
 from nemo_oprd.setup.idle_ranks import idle_ranks
+from nemo_oprd.setup.likely_mistakes import likely_mistakes
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.prompt_files import write_report
-from nemo_oprd.setup.resolve import RunSpec
+from nemo_oprd.setup.resolve import RunModels, RunSpec
 from nemo_oprd.setup.resume import check_resume, compare_settings, models_of
 
 logger = logging.getLogger(__name__)
@@ -120,7 +126,7 @@ class TrainingRun:
         return lag_metrics(rollouts, student.optimizer_steps) | self.sampling_check.drift(student, rollouts, step)
 
     def finish(self) -> None:
-        """Saves the trained bridge, exports the student to Hugging Face and prints the table of evaluations."""
+        """Saves the trained bridge, exports the student, prints the table of evaluations and what may be done next."""
         config, student = self.config, self.distiller.student
         if student.objective.trains_bridge and student.role.is_member:
             report = {"trained_with_student": {"steps": config.train.steps, "from": config.bridge.path}}
@@ -137,6 +143,18 @@ class TrainingRun:
             logger.info(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(final_report(self.log.path), flush=True)
+        if dist.get_rank() == 0:
+            print(_what_next(config), flush=True)
+
+
+def _what_next(config: Config) -> str:
+    """The lines that a run ends with: the report, the export, models of one's own."""
+    lines = [f"next: nemo-oprd report {shlex.quote(config.output)}   # the report, a page for a browser"]
+    if config.train.export_hf:
+        export = json.dumps(str(Path(config.output) / "hf"))
+        lines.append(f"      transformers.AutoModelForCausalLM.from_pretrained({export})   # the student, in Python")
+    lines.append("      docs/my_models.md   # your own student, teacher and prompts")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -301,6 +319,9 @@ def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
     if idle is not None and is_first_rank():
         logger.warning(idle.line)
+    if is_first_rank():
+        for line in likely_mistakes(plan, data):
+            logger.warning(line)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)
@@ -368,8 +389,20 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
         run_spec = plan.run
         layouts = {"student": run_spec.student_layout.describe(), "teacher": run_spec.teacher_layout.describe()}
         start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
-        start |= {"conversations": plan.files.conversations()}
+        start |= {"conversations": plan.files.conversations(), "model_sizes": _model_sizes(plan.run.models)}
         record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
+
+
+def _model_sizes(models: RunModels) -> dict[str, dict[str, Any]]:
+    """Key of a model in the configuration -> family and size; the parameters of a model on servers are unknown."""
+    found = {}
+    for model in (models.student, *(teacher.model for teacher in models.teachers)):
+        size = {"model_type": model.spec.model_type, "layers": model.spec.num_layers}
+        size |= {"hidden_size": model.spec.hidden_size}
+        if not model.served:
+            size |= {"parameters": sum(math.prod(each.shape) for each in checkpoint_parameters(model.spec))}
+        found[model.key] = size
+    return found
 
 
 def _record_prompts(run: TrainingRun, report: DataReport) -> None:

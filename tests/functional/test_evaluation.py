@@ -49,6 +49,29 @@ def test_cancelled_twice_it_samples_what_is_missing(pools: Pools, tmp_path: Path
     check_files(tmp_path / "run", metrics)
 
 
+@pytest.mark.parametrize(
+    ("student", "teacher", "overrides", "says"),
+    [
+        (9, 2, [], "of 10 problems of sums the teacher solves 20.0% and the student 90.0%, -70.0 +- 32.3 points: the "
+         "student is better; expected a better teacher; fix: another teacher, or exchange the paths"),
+        (6, 2, [], None),  # 1 / 16 by chance
+        (2, 9, [], None),
+        (9, 9, [], None),
+        # such a teacher knows more in training than in an evaluation
+        (9, 2, ["teacher.prompt='{prompt} {answer}'"], None),
+    ],
+)  # fmt: skip
+def test_a_teacher_that_is_worse_is_named_before_training(
+    pools: Pools, tmp_path: Path, student: int, teacher: int, overrides: list[str], says: str | None
+) -> None:
+    """The models that were exchanged: each has so many of ten problems right, in both of its two responses."""
+    write_problems(tmp_path, ["4"] * 10)
+    right = {"student": student, "teacher": teacher}
+    texts = {name: [rf"\boxed{{{4 if i // 2 < count else 5}}}" for i in range(20)] for name, count in right.items()}
+    said = pools[1].run("evaluation_cases:before_training", directory=str(tmp_path), overrides=overrides, **texts)
+    assert [line for line in said if "student is better" in line] == ([] if says is None else [says])
+
+
 def check_files(run: Path, metrics: dict[str, float]) -> None:
     """The formats of docs/runs.md, to the letter."""
     files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())

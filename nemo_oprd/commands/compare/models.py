@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.report.comparison import TEACHER, markdown_table
+from nemo_oprd.commands.report.comparison import TEACHER, terminal_table
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.evaluation.agreement import (
@@ -91,7 +91,7 @@ def compare(options: CompareOptions) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(options)
     results = {name: comparison.student(name) for name in options.students}
-    print(markdown_table(results))
+    print(terminal_table(results))
 
 
 class Comparison:

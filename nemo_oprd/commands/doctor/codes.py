@@ -79,6 +79,7 @@ CODES: dict[str, str] = {
     "few-prompts": "the run visits each training prompt very often",
     "few-problems": "a validation set is too small to show a difference",
     "prompts-over-limit": "many training prompts are longer than data.max_prompt_tokens, or than the models allow",
+    "prompts-alike": "nearly all prompts are the same to a model, as its chat template renders them",
     "prompts-empty": "prompts are empty, or hold next to nothing",
     "unknown-characters": "the tokenizer has no tokens for characters of the prompts",
     "role-unusual": "prompts end with a message that is not the user's",

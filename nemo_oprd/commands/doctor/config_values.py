@@ -18,6 +18,7 @@ from typing import Any
 
 from nemo_oprd.commands.doctor.findings import Finding
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.setup.likely_mistakes import layer_weights, smaller_teacher
 from nemo_oprd.setup.models import ModelFiles
 
 CHECK = "config values"
@@ -99,22 +100,10 @@ def _of_each(student: ModelFiles, teacher: ModelFiles, response_tokens: Mapping[
                 numbers = {"positions": spec.max_positions, "tokens": tokens}
                 yield Finding(CHECK, "warning", text, numbers, code="positions-too-few")
                 break
-    size = {"student": _parameters(student.spec), "teacher": _parameters(teacher.spec)}
-    if size["teacher"] < size["student"]:
-        text = f"the teacher has {size['teacher']:.3g} weights in its layers and the student {size['student']:.3g}; "
-        text += "expected a teacher of the same size or a larger one; fix: exchange the two paths, unless it is meant"
-        yield Finding(CHECK, "warning", text, size, code="teacher-smaller")
-
-
-def _parameters(spec: ModelSpec) -> float:
-    """The number of weights in the layers of a model, without biases and norms."""
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    experts = spec.experts
-    total = 0.0
-    for layer in range(1, spec.num_layers + 1):
-        ffn = experts.count * experts.ffn_size if experts and spec.is_sparse(layer) else spec.ffn_size
-        total += attention + (3 if spec.gated else 2) * spec.hidden_size * ffn
-    return total
+    smaller = smaller_teacher(student.spec, teacher.spec)
+    if smaller is not None:
+        size = {"student": layer_weights(student.spec), "teacher": layer_weights(teacher.spec)}
+        yield Finding(CHECK, "warning", smaller, size, code="teacher-smaller")
 
 
 def _special_ids(student: ModelFiles, teacher: ModelFiles) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.setup.likely_mistakes import prompts_alike
 from nemo_oprd.setup.models import RunFiles
 from nemo_oprd.setup.prompt_files import training_prompts, validation_problems
 
@@ -69,7 +70,10 @@ def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
     some = prompts[:: -(-len(prompts) // RENDERED_PROMPTS)]
     shares_ids = teacher_reads(run) != "text"
     yield from tokenized(run, student.tokenizer, files.teachers[0].tokenizer if shares_ids else None, some)
-    yield from instructions(_rendered(run, files, some))
+    rendered = _rendered(run, files, some)
+    for alike in filter(None, (prompts_alike(source, texts) for source, texts in rendered.items())):
+        yield Finding("prompt tokens", "warning", alike, code="prompts-alike")
+    yield from instructions(rendered)
 
 
 def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt]) -> Iterator[Finding]:

@@ -156,8 +156,11 @@ def grade(options: GradeOptions) -> None:
         for directory in {each.directory.resolve(): None for each in every}:
             stack.callback(RunLock(directory).undo)
         graded, rows = _grade(loaded)
-        print(table(rows), flush=True)
-        print(details(rows), flush=True)
+        labels = [*rows]
+        # the evaluation that the others are compared with stands before them
+        shown = {each: rows[each] for each in labels[len(evaluations) :] + labels[: len(evaluations)]}
+        print(table(shown), flush=True)
+        print(details(shown), flush=True)
         _compare(evaluations, list(zip(rows, graded, strict=True)), len(other))
 
 
@@ -270,7 +273,7 @@ def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list
         except ValueError as error:  # of a run, which may have begun with other problems or graders
             logger.info(f"no comparison of {label} with {against}: {error}")
             continue
-        print(differences(found, label, against), flush=True)
+        print(differences(found, against, label), flush=True)
         flat = {
             f"val/{name}/{metric}{suffix}": value
             for name, metrics in found.items()

@@ -120,7 +120,7 @@ def test_a_run_is_compared_with_its_beginning(tmp_path: Path, capsys: pytest.Cap
     grade(tmp_path / "run", "--judge", "text")
     out = capsys.readouterr().out
     assert out.index("run step 0 ") < out.index("run step 50 ") < out.index("run teacher ")
-    line = next(line for line in out.splitlines() if "run step 50 - run step 0" in line and " avg " in line)
+    line = next(line for line in out.splitlines() if "run step 0 -> run step 50" in line and " avg " in line)
     assert "+83.3 [+50.0, +100.0] points" in line and "real: the interval excludes 0" in line
     written = json.loads((tmp_path / "run" / "evaluations" / "step_0000050" / "differences.json").read_text())
     assert written["against"] == "run step 0" and written["val/sums/avg"] == pytest.approx(5 / 6)
@@ -128,7 +128,7 @@ def test_a_run_is_compared_with_its_beginning(tmp_path: Path, capsys: pytest.Cap
     lines = [{"step": step, "val/sums/avg@2": 0.1, "val/sums/best@2": 0.2, "val/sums/avg_len": 3.0} for step in (0, 50)]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = final_report(tmp_path / "run" / "metrics.jsonl")
-    assert "student after - before" in report and "+83.3 [+50.0, +100.0] points" in report
+    assert "student before -> after" in report and "+83.3 [+50.0, +100.0] points" in report
 
 
 def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     write_generations(tmp_path / "b")
     grade(tmp_path / "a", "--against", tmp_path / "b", "--judge", "text")
     out = capsys.readouterr().out
-    assert "sums  a - b" in out and "+0.0 [+0.0, +0.0] points" in out and "not shown: the interval contains 0" in out
+    assert "sums  b -> a" in out and "+0.0 [+0.0, +0.0] points" in out and "not shown: the interval contains 0" in out
     file = write_generations(tmp_path / "b")
     lines = read(file)
     file.write_text("".join(json.dumps({**line, "answer": "9"}) + "\n" for line in lines))
