@@ -77,9 +77,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """Reads all prompts of a `.parquet` or `.jsonl` file, in file order.
 
     A row holds a conversation, or a plain text that becomes one user message. The answer is
-    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer is
-    None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in `extra_info`, describe the problem;
-    ids of the MATH data set hold its subject. Other fields are ignored.
+    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer, or
+    one that is a list or an object, is None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in
+    `extra_info`, describe the problem; ids of the MATH data set hold its subject. Other fields are ignored.
 
     Raises:
         ValueError: the file is missing, empty, unreadable or has an unknown extension, or a row has none of the known
@@ -136,7 +136,7 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     messages = _messages(row[field], f"{where}: {field}")
     return Prompt(
         messages,
-        _answer(row, where),
+        _answer(row),
         source or default_source,
         index,
         hint.strip() or None,
@@ -182,18 +182,13 @@ def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
-def _answer(row: dict[str, Any], where: str) -> str | None:
+def _answer(row: dict[str, Any]) -> str | None:
+    """The reference answer; None if there is none, or one that is no text and no number, as training needs none."""
     reward = row.get("reward_model")
-    if reward is not None and not isinstance(reward, dict):
-        raise _refused(f"{where}: reward_model", reward, "an object with ground_truth")
-    name, answer = "reward_model.ground_truth", (reward or {}).get("ground_truth")
-    if answer is None:
-        name, answer = "answer", row.get("answer")
-    if answer is None:
-        return None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise _refused(f"{where}: {name}", answer, "text or a number; write the final answer alone")
-    return str(answer).strip() or None
+    for value in (reward.get("ground_truth") if isinstance(reward, dict) else None, row.get("answer")):
+        if isinstance(value, str | int | float) and not isinstance(value, bool) and value == value:  # nan is no number
+            return str(value).strip() or None
+    return None
 
 
 def _refused(where: str, value: Any, expected: str) -> ValueError:
