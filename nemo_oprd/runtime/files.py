@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,11 +136,32 @@ def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
 
 
 def parse_json(data: str | bytes, where: str, expected: str, fix: str) -> Any:
-    """The value of a JSON text in UTF-8; ValueError if it is malformed.
+    """The value of a JSON text in UTF-8; ValueError if it is malformed, or holds half of a character.
 
     `where` is the file, or the file and its line, for the message; `expected` and `fix` are as in `read_json`.
     """
     try:
-        return json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:  # malformed JSON, malformed UTF-8, or brackets nested too deeply
         raise ValueError(f"{where}: not valid JSON ({error}); expected {expected}: {fix}") from error
+    surrogates = _SURROGATE_BYTES if isinstance(data, bytes) else _SURROGATES
+    if surrogates.search(data) and (half := _half_of_a_character(content)) is not None:  # type: ignore[arg-type]
+        raise ValueError(
+            f"{where}: holds {half!r}, half of a character (a lone surrogate), which is no text and cannot be encoded; "
+            f"expected whole characters: {fix}"
+        )
+    return content
+
+
+# a surrogate in JSON, escaped or as it stands; halves of one character follow each other
+_SURROGATES = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+_SURROGATE_BYTES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+
+def _half_of_a_character(value: Any) -> str | None:
+    """The first lone surrogate in the texts of a JSON value, with what surrounds it; None if there is none."""
+    if isinstance(value, str):
+        found = re.search("[\ud800-\udfff]", value)
+        return None if found is None else value[max(0, found.start() - 10) : found.end() + 10]
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((half for part in parts if (half := _half_of_a_character(part)) is not None), None)

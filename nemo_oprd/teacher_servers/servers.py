@@ -124,7 +124,7 @@ def longest_sequence(config: Config, canary: Canary) -> int:
     limit and of responses that this run samples.
     """
     limit, teacher, positions = config.data.max_prompt_tokens, config.teacher, canary.spec.max_positions
-    others_ids = teacher.reads != "ids" or teacher.prompt is not None or config.rollout.replay is not None
+    others_ids = teacher.reads != "ids" or bool(config.own_prompts) or config.rollout.replay is not None
     flags = [str(flag).partition("=")[0].replace("_", "-") for flag in teacher.vllm.flags]
     if limit is None or others_ids or "--max-num-batched-tokens" in flags:
         return positions
