@@ -3,8 +3,8 @@ r"""Finds the final answer in the text of a response; nothing here compares answ
 Text that is marked as reasoning is no answer: after `</think>` only what follows it is read, and after a `<think>` that
 is never closed nothing is. A response without such marks is read whole.
 
-Boxes side by side are one answer: `\boxed{1}, \boxed{2} and \boxed{3}` is `1, 2, 3`. Only commas, `and`, `or` and spaces
-may stand between them; a box in another sentence, or behind other words or operators, is an answer of its own.
+Boxes side by side are one answer: `\boxed{1}, \boxed{2} and \boxed{3}` is `1, 2, 3`. Only commas, `and`, `or` and
+spaces may stand between them; a box in another sentence, or behind other words or operators, is an answer of its own.
 
 Every function takes time linear in the length of the text, because a degenerate response may open thousands of boxes.
 """
@@ -101,8 +101,8 @@ def extract_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
 
     Boxes side by side are one list, with the brackets around them and, if all have one, the names before them. A box
-    that is written again counts once. Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off is
-    ignored.
+    that is written again counts once. Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off
+    is ignored.
 
     Example: `extract_boxed(r"$x = \\boxed{1}$ and $y = \\boxed{2}$.") == "x = 1, y = 2"`.
     """
@@ -217,8 +217,8 @@ def extract_number(text: str) -> str | None:
     r"""The final number: in the last box, `Answer:`, `answer is` or `####` line, whichever is last; else the last one.
 
     It is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number, and what is marked as the
-    answer and is no number, such as `3\sqrt{2}` or two boxes side by side, is none. A heading of Markdown that begins with `####` is no mark. Of
-    an equation that is marked as the answer, the number behind its last equals sign counts.
+    answer and is no number, such as `3\sqrt{2}` or two boxes side by side, is none. A heading of Markdown that begins
+    with `####` is no mark. Of an equation that is marked as the answer, the number behind its last equals sign counts.
 
     Example: `extract_number("12 + 5 = 17, so $1,017 in all.") == "1,017"`.
     """

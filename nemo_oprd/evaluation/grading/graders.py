@@ -125,9 +125,7 @@ BUILTIN: dict[str, _Builtin] = {
     "boxed": _Builtin(
         r"the last \boxed{...}, with those side by side", extraction.extract_boxed, reference=extraction.reference
     ),
-    "answer_line": _Builtin(
-        'the last "Answer:" line', extraction.extract_answer_line, reference=extraction.reference
-    ),
+    "answer_line": _Builtin('the last "Answer:" line', extraction.extract_answer_line, reference=extraction.reference),
     "answer_line_or_boxed": _Builtin(
         r'the last "Answer:" line, without one the last \boxed{...}',
         extraction.extract_answer_line_or_boxed,
