@@ -20,7 +20,7 @@ from nemo_oprd.runtime.files import parse_json, why_no_file
 HELD_OUT = "held_out"
 # where a file may say what a problem is about and how hard it is; the first that is there counts
 SUBJECT_FIELDS, LEVEL_FIELDS = ("subject", "type"), ("level", "difficulty")
-OTHER_FIELDS = ("answer", "hint", "data_source", "reward_model", "extra_info", "id")
+OTHER_FIELDS = ("answer", "hint", "data_source", "agent_ref", "reward_model", "extra_info", "id")
 FIELDS = (*conversation.FIELDS, *SUBJECT_FIELDS, *LEVEL_FIELDS, *OTHER_FIELDS)
 
 
@@ -32,8 +32,8 @@ class Prompt:
         messages: the conversation so far, each message `{"role": ..., "content": ...}` with all further fields of the
             file, such as `tool_calls`.
         answer: the reference answer, not a worked solution; None if the file has none.
-        data_source: the name of the data set that the problem comes from, as the file gives it; by default the file's
-            name without its extension.
+        data_source: the name of the data set that the problem comes from, as the file gives it; by default the name of
+            the agent in NeMo Gym's `agent_ref`, else the file's name without its extension.
         index: position in the file, from 0, not counting blank lines.
         hint: privileged information for the teacher only, such as a worked solution; None if the file has none.
         subject, level: what the problem is about and how hard it is, for tables; None if the file does not say.
@@ -162,7 +162,10 @@ def _refuse_unread(path: Path, file: Any, names: list[str]) -> None:
 def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     if not isinstance(row, dict):
         raise refused(where, row, f"an object of the shape {SHAPES}")
+    agent = row.get("agent_ref")  # of NeMo Gym, which chooses a response's teacher by it
     source = _text(row, "data_source", where, "the name of the data set")
+    if not source and isinstance(agent, dict):
+        source = _text(agent, "name", f"{where}: agent_ref", "the agent's name")
     hint = _text(row, "hint", where, "what the teacher may know")
     messages, tools = conversation.read_conversation(row, where)
     return Prompt(

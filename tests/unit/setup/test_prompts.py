@@ -65,6 +65,13 @@ def test_answers(tmp_path, row, answer):
     assert load_prompts(jsonl(tmp_path, {"problem": "x", **row}))[0].answer == answer
 
 
+def test_the_data_source_is_a_field_or_the_agent_or_the_file(tmp_path):
+    agent = {"agent_ref": {"type": "responses_api_agents", "name": "math_agent"}}
+    rows = [{"problem": "a", **agent}, {"problem": "a", "data_source": "sums", **agent}, {"problem": "a"}]
+    assert [prompt.data_source for prompt in load_prompts(jsonl(tmp_path, *rows))] == ["math_agent", "sums", "set"]
+    assert load_prompts(parquet(tmp_path, rows[0]))[0].data_source == "math_agent"
+
+
 def test_index_skips_blank_lines(tmp_path):
     prompts = load_prompts(jsonl(tmp_path, {"problem": "a"}, "\n", {"problem": "b"}))
     assert [(p.index, p.messages[0]["content"]) for p in prompts] == [(0, "a"), (1, "b")]
