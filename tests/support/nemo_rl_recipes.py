@@ -67,7 +67,7 @@ distillation: null
 teacher: null
 grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 2, max_num_steps: 40, val_period: 5, seed: 7,
        overlong_filtering: true, advantage_clip_low: -20, adv_estimator: {name: opd},
-       async_grpo: {enabled: true, max_trajectory_age_steps: 2, in_flight_weight_updates: true}}
+       async_grpo: {enabled: true, max_trajectory_age_steps: 2, in_flight_weight_updates: false}}
 loss_fn: {_override_: true, use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop,
           truncated_importance_sampling_ratio: 5.0, truncated_importance_sampling_ratio_min: 0.2,
           token_level_loss: true, ratio_clip_max: 0.28}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
         "grpo.adv_estimator.name": "grpo",
         "grpo.async_grpo.enabled": False,
         "grpo.async_grpo.max_trajectory_age_steps": 17,
-        "grpo.async_grpo.in_flight_weight_updates": False,
+        "grpo.async_grpo.in_flight_weight_updates": True,
         "loss_fn.token_level_loss": False,
         "loss_fn.use_importance_sampling_correction": False,
         "loss_fn.truncated_importance_sampling_type": "tis",
@@ -191,7 +192,8 @@ def test_every_key_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     get = Recipe.get
 
     def recorded(self: Recipe, key: str, default: Any = None) -> Any:
-        read.add(key.replace("teachers.0", "teacher"))  # the same keys
+        # the same keys
+        read.add(re.sub(r"^grpo\.(?=(max_)?val_)", "distillation.", key.replace("teachers.0", "teacher")))
         return get(self, key, default)
 
     monkeypatch.setattr(Recipe, "get", recorded)
