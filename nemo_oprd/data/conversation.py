@@ -36,7 +36,7 @@ FIELDS = (*PROMPT_FIELDS, NEMO_GYM, "tools", *UNREAD)
 TEXT_PARTS = ("text", "input_text", "output_text")
 # who answers a call; the problem stands in an earlier message then
 TOOL_ROLES = ("tool", "function", "ipython", "observation")
-NO_CONTENT: tuple[Any, ...] = (None, "", [], {})
+NO_CONTENT: tuple[Any, ...] = (None, False, "", [], {})
 _PLACEHOLDER = "<image>"
 # the beginning of a text that is a list of objects, or one, in JSON or as Python's `str` writes it
 _OBJECTS = re.compile(r"""\s*(?:\[\s*)?\{\s*["'}]""")
@@ -110,7 +110,11 @@ def fields_beside_text(messages: tuple[Message, ...], tools: tuple[Tool, ...]) -
     usual = ["user" if (count - i) % 2 else "assistant" for i in range(count)]
     if count % 2 == 0:
         usual[0] = "system"
-    others = [{name: value for name, value in m.items() if name not in ("role", "content")} for m in messages]
+    left_out = ("role", "content")
+    others = [
+        {name: value for name, value in message.items() if name not in left_out and value not in NO_CONTENT}
+        for message in messages
+    ]
     roles = [message["role"] for message in messages]
     if roles == usual and not any(others) and not tools:
         return ""

@@ -124,7 +124,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             if not line.strip():
                 continue
-            yield where, parse_json(line, where, "a prompt", "write one UTF-8 JSON object per line")
+            yield where, parse_json(line, where, "a prompt", "write one UTF-8 JSON object per line", encodes=True)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, say_suffix
 from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
 from nemo_oprd.data.text import with_suffix
+from nemo_oprd.data.tokenization.template_use import template_notes
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.evaluation.files import FACTS
 from nemo_oprd.evaluation.generations import Generations, SetKey, digest
@@ -74,7 +75,8 @@ class Evaluator:
                 except ValueError as error:
                     raise ValueError(f"{where}: problem {problem.index}: {error}") from error
             self.sets[name] = problems
-            self.ids[name] = [tokenizer.encode_prompt(list(p.messages)) for p in problems]
+            report.lines += template_notes(tokenizer, problems, where, "the model")
+            self.ids[name] = [tokenizer.encode_prompt(p.messages, p.tools) for p in problems]
             long = [p.index for p, ids in zip(problems, self.ids[name], strict=True) if len(ids) >= max_positions]
             if long:
                 raise ValueError(

@@ -135,17 +135,18 @@ def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
     return content
 
 
-def parse_json(data: str | bytes, where: str, expected: str, fix: str) -> Any:
-    """The value of a JSON text in UTF-8; ValueError if it is malformed, or holds half of a character.
+def parse_json(data: str | bytes, where: str, expected: str, fix: str, *, encodes: bool = False) -> Any:
+    """The value of a JSON text in UTF-8; ValueError if it is malformed.
 
     `where` is the file, or the file and its line, for the message; `expected` and `fix` are as in `read_json`.
+    `encodes`: for texts that models read or that are written again, half of a character is an error, too.
     """
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:  # malformed JSON, malformed UTF-8, or brackets nested too deeply
         raise ValueError(f"{where}: not valid JSON ({error}); expected {expected}: {fix}") from error
     surrogates = _SURROGATE_BYTES if isinstance(data, bytes) else _SURROGATES
-    if surrogates.search(data) and (half := _half_of_a_character(content)) is not None:  # type: ignore[arg-type]
+    if encodes and surrogates.search(data) and (half := _half_of_a_character(content)) is not None:  # type: ignore[arg-type]
         raise ValueError(
             f"{where}: holds {half!r}, half of a character (a lone surrogate), which is no text and cannot be encoded; "
             f"expected whole characters: {fix}"

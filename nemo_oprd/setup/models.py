@@ -37,10 +37,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A file with a chat template (None: the tokenizer's own), and the variables that the template gets."""
+    """A file with a chat template (None: the tokenizer's own), and what the template gets.
+
+    Attributes:
+        system_prompt: the system message, in place of a conversation's own; None: its own.
+        keys: the group of these settings, for messages.
+    """
 
     file: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    keys: str = "data"
 
 
 NO_CHAT_TEMPLATE = ChatTemplate()
@@ -74,7 +81,10 @@ class ModelFiles:
             ValueError: there is no tokenizer, or the chat template cannot be used.
         """
         tokenizer = Tokenizer.load(self.directory)
-        tokenizer.set_chat_template(self._chat_template.file, self._chat_template.variables)
+        template = self._chat_template
+        tokenizer.set_chat_template(
+            template.file, template.variables, system_prompt=template.system_prompt, keys=template.keys
+        )
         return tokenizer
 
     @cached_property
@@ -143,13 +153,29 @@ class RunFiles:
     """The models of a run, each opened once."""
 
     def __init__(self, config: Config, models: RunModels) -> None:
-        self.models = models
+        self.models, self._config = models, config
         self.student = student_files(config, models.student)
-        variables = ChatTemplate(None, config.data.chat_template_args)
-        self.teachers = [
-            self.student if teacher.model is models.student else ModelFiles(teacher.model, variables)
-            for teacher in models.teachers
-        ]
+        self.teachers = [self._teacher(config, number) for number in range(len(models.teachers))]
+
+    def _teacher(self, config: Config, number: int) -> ModelFiles:
+        """The files of a teacher; those of the student where the teacher is the student and reads its conversation."""
+        model, own = self.models.teachers[number].model, config.conversation_of(number)
+        is_student = model is self.models.student
+        if is_student and not own.is_set:
+            return self.student
+        file = own.chat_template or (config.data.chat_template if is_student else None)
+        keys = f"teachers[{number}]" if config.teachers else "teacher"
+        return ModelFiles(model, ChatTemplate(file, own.chat_template_args, own.system_prompt, keys))
+
+    def conversations(self) -> dict[str, dict[str, Any]]:
+        """How each model that reads prompts renders them, by its role; of a teacher only if it has its own prompts."""
+        if self._config.rollout.replay is not None:
+            return {}
+        found = {"student": self.student.tokenizer.conversation()}
+        for number, teacher in enumerate(self.teachers):
+            if self._config.teacher.reads == "text" or self._config.has_own_prompt(number):
+                found[f"teachers[{number}]" if self._config.teachers else "teacher"] = teacher.tokenizer.conversation()
+        return found
 
     def same_tokenizer(self, number: int) -> bool:
         """Whether both the student and this teacher have a tokenizer, and the tokenizers are equal."""

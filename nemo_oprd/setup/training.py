@@ -133,6 +133,7 @@ class TrainingRun:
             if config.data.chat_template is not None and dist.get_rank() == 0:
                 # the student has learned to answer in this template, and servers look for it under this name
                 shutil.copyfile(config.data.chat_template, target / "chat_template.jinja")
+                shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)  # they would take its place
             logger.info(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(final_report(self.log.path), flush=True)
@@ -367,6 +368,7 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
         run_spec = plan.run
         layouts = {"student": run_spec.student_layout.describe(), "teacher": run_spec.teacher_layout.describe()}
         start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
+        start |= {"conversations": plan.files.conversations()}
         record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
 
 

@@ -151,7 +151,7 @@ def _sequences(options: CaptureOptions, spec: ModelSpec) -> list[list[int]]:
     if path.suffix == ".jsonl" and path.is_file() and b'"prompt_ids"' in path.open("rb").readline():
         return [rollout.ids.tolist() for rollout in read_rollouts(path, spec.vocab_size, spec.max_positions)]
     prompts, tokenizer = load_prompts(path), Tokenizer.load(options.model)
-    found = [tokenizer.encode_prompt(list(prompt.messages)) for prompt in prompts]
+    found = [tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in prompts]
     for number, ids in enumerate(found, start=1):
         if len(ids) > spec.max_positions:
             raise ValueError(

@@ -107,7 +107,7 @@ class Comparison:
                     "next-token distributions can't be compared; expected the same tokenizer: choose another model"
                 )
         self.prompts: list[Prompt] = load_prompts(options.prompts)[: options.count]
-        self.ids = [self.tokenizer.encode_prompt(list(prompt.messages)) for prompt in self.prompts]
+        self.ids = [self.tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in self.prompts]
         self.recorded = None if options.teacher_responses is None else self._recorded(options.teacher_responses)
         limit = read_model_spec(options.teacher).max_positions
         longest = max(map(len, self.ids)) + options.sampling.max_new_tokens
@@ -193,7 +193,7 @@ class Comparison:
         (self.options.output / f"{name}.json").unlink(missing_ok=True)
         lines = (
             {
-                "prompt": prompt.messages[-1]["content"],
+                "prompt": prompt.text,
                 "response": self.tokenizer.decode(response.tokens),
                 "ended": response.ended,
                 "prompt_ids": response.prompt,

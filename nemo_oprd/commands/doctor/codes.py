@@ -36,6 +36,8 @@ CODES: dict[str, str] = {
     "templates-differ": "the two chat templates render one conversation differently",
     "template-without-generation-prompt": "the chat template does not write the mark of the model's turn",
     "template-changes-message": "the chat template leaves out the user's message, or repeats it",
+    "template-leaves-out": "the chat template leaves out fields of the prompts, such as tools",
+    "template-writes-date": "the chat template writes today's date, so prompts change from day to day",
     "template-variable-unused": "data.chat_template_args names a variable that the template does not read",
     "tokenizer-beyond-model": "a tokenizer has ids for which its model has no rows",
     "tokenizers-differ": "ids mean other tokens to the teacher",

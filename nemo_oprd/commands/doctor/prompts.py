@@ -108,7 +108,7 @@ def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     def many(number: int, share: float) -> bool:
         return number >= max(min(2, count), share * count)
 
-    contents = [prompt.messages[-1]["content"] for prompt in prompts]
+    contents = [prompt.text for prompt in prompts]
     marked = [text for text in contents if SPECIAL.search(text)]
     if many(len(marked), MARKED):
         match = SPECIAL.search(marked[0])
@@ -120,7 +120,7 @@ def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     if many(empty, EMPTY):
         text = f"{source}: {empty:,} of {count:,} prompts hold no word; expected problems; fix: correct the file"
         yield _say("warning", "prompts-empty", text, prompts=empty)
-    roles = Counter(prompt.messages[-1]["role"] for prompt in prompts)
+    roles = Counter(prompt.messages[prompt.asked]["role"] for prompt in prompts)
     if many(count - roles["user"], OTHER_ROLE):
         other = next(role for role in roles if role != "user")
         text = f"{source}: {count - roles['user']:,} of {count:,} prompts end with a message of the role {other!r}; "
@@ -141,7 +141,7 @@ def _told(prompts: Sequence[Prompt]) -> int:
 
     Short answers stand in many prompts. By chance, they stand in the next prompt of the file as often.
     """
-    pairs = [(p.messages[-1]["content"], p.answer.strip()) for p in prompts if p.answer and p.answer.strip()]
+    pairs = [(p.text, p.answer.strip()) for p in prompts if p.answer and p.answer.strip()]
     if len(pairs) < 2:
         return 0
     own = sum(_holds(text, answer) for text, answer in pairs)
@@ -171,7 +171,7 @@ def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Itera
     if graded and missing >= max(1, UNANSWERED * count):
         text = f"{source}: {missing:,} of {count:,} problems have no answer, so no response to them is correct; "
         yield _say("warning", "answers-missing", f"{text}expected an answer; fix: add a field answer", problems=missing)
-    repeated = count - len({" ".join(p.messages[-1]["content"].split()) for p in problems})
+    repeated = count - len({" ".join(p.text.split()) for p in problems})
     if repeated >= max(2, DUPLICATES * count):
         text = f"{source}: {repeated:,} of {count:,} problems repeat an earlier one; expected each once; fix: remove "
         yield _say("warning", "duplicate-problems", f"{text}them", problems=repeated)
@@ -214,7 +214,7 @@ def tokenized(
 ) -> Iterator[Finding]:
     """Findings about the tokens of a sample of prompts; `teacher`: of one that reads the student's ids, else None."""
     count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
-    contents = [prompt.messages[-1]["content"] for prompt in prompts]
+    contents = [prompt.text for prompt in prompts]
     ids = student.encode_plain(contents)
     found = []
     lost = [text for text, own in zip(contents, ids, strict=True) if _is_lost(student, text, own)]
@@ -230,7 +230,7 @@ def tokenized(
             text += f"the same; fix: copy tokenizer.json from {student.path} or {teacher.path} to the other"
             found.append(Finding(check, "warning", text, {"prompts": other}, code="tokenizers-split-differently"))
     if limit is not None:
-        long = sum(len(student.encode_prompt(list(prompt.messages))) > limit for prompt in prompts)
+        long = sum(len(student.encode_prompt(prompt.messages, prompt.tools)) > limit for prompt in prompts)
         if long > LONG * count:
             text = f"{long:,} of {count:,} prompts are longer than data.max_prompt_tokens={limit} (data.over_long="
             text += f"{config.data.over_long}); expected at most a fifth; fix: raise it"
