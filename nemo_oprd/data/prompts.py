@@ -20,7 +20,7 @@ from nemo_oprd.runtime.files import parse_json, why_no_file
 HELD_OUT = "held_out"
 # where a file may say what a problem is about and how hard it is; the first that is there counts
 SUBJECT_FIELDS, LEVEL_FIELDS = ("subject", "type"), ("level", "difficulty")
-OTHER_FIELDS = ("answer", "hint", "data_source", "reward_model", "extra_info", "id")
+OTHER_FIELDS = ("answer", "hint", "data_source", "agent_ref", "reward_model", "extra_info", "id")
 FIELDS = (*conversation.FIELDS, *SUBJECT_FIELDS, *LEVEL_FIELDS, *OTHER_FIELDS)
 
 
@@ -32,8 +32,8 @@ class Prompt:
         messages: the conversation so far, each message `{"role": ..., "content": ...}` with all further fields of the
             file, such as `tool_calls`.
         answer: the reference answer, not a worked solution; None if the file has none.
-        data_source: the name of the data set that the problem comes from, as the file gives it; by default the file's
-            name without its extension.
+        data_source: the name of the data set that the problem comes from, as the file gives it; by default the name of
+            the agent in NeMo Gym's `agent_ref`, else the file's name without its extension.
         index: position in the file, from 0, not counting blank lines.
         hint: privileged information for the teacher only, such as a worked solution; None if the file has none.
         subject, level: what the problem is about and how hard it is, for tables; None if the file does not say.
@@ -94,9 +94,9 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """Reads all prompts of a `.parquet` or `.jsonl` file, in file order.
 
     A row holds a conversation (`conversation.py`), or a plain text that becomes one user message. The answer is
-    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer is
-    None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in `extra_info`, describe the problem;
-    ids of the MATH data set hold its subject. Other fields are ignored.
+    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer, or
+    one that is a list or an object, is None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in
+    `extra_info`, describe the problem; ids of the MATH data set hold its subject. Other fields are ignored.
 
     Raises:
         ValueError: the file is missing, empty, unreadable or has an unknown extension, or a row has none of the known
@@ -162,12 +162,15 @@ def _refuse_unread(path: Path, file: Any, names: list[str]) -> None:
 def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     if not isinstance(row, dict):
         raise refused(where, row, f"an object of the shape {SHAPES}")
+    agent = row.get("agent_ref")  # of NeMo Gym, which chooses a response's teacher by it
     source = _text(row, "data_source", where, "the name of the data set")
+    if not source and isinstance(agent, dict):
+        source = _text(agent, "name", f"{where}: agent_ref", "the agent's name")
     hint = _text(row, "hint", where, "what the teacher may know")
     messages, tools = conversation.read_conversation(row, where)
     return Prompt(
         messages,
-        _answer(row, where),
+        _answer(row),
         source or default_source,
         index,
         hint.strip() or None,
@@ -201,15 +204,10 @@ def _subject_of_math(identity: Any) -> str | None:
     return found[1] if found else None
 
 
-def _answer(row: dict[str, Any], where: str) -> str | None:
+def _answer(row: dict[str, Any]) -> str | None:
+    """The reference answer; None if there is none, or one that is no text and no number, as training needs none."""
     reward = row.get("reward_model")
-    if reward is not None and not isinstance(reward, dict):
-        raise refused(f"{where}: reward_model", reward, "an object with ground_truth")
-    name, answer = "reward_model.ground_truth", (reward or {}).get("ground_truth")
-    if answer is None:
-        name, answer = "answer", row.get("answer")
-    if answer is None:
-        return None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise refused(f"{where}: {name}", answer, "text or a number; write the final answer alone")
-    return str(answer).strip() or None
+    for value in (reward.get("ground_truth") if isinstance(reward, dict) else None, row.get("answer")):
+        if isinstance(value, str | int | float) and not isinstance(value, bool) and value == value:  # nan is no number
+            return str(value).strip() or None
+    return None

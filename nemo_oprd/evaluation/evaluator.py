@@ -64,9 +64,11 @@ class Evaluator:
             unanswered = [p.index for p in problems if p.answer is None]
             if unanswered:
                 raise ValueError(
-                    f"{where}: problem {unanswered[0]} has no answer to grade against; add "
-                    "an answer to each, or remove those without"
+                    f"{where}: problem {unanswered[0]} has no answer to grade against, expected text or a number (a "
+                    "list or an object is none); add an answer to each, or remove those without"
                 )
+            for line in self.graders.read(name, ((p.data_source, p.answer or "") for p in problems)):
+                report.say(line)
             for problem in problems:
                 try:
                     self.graders.of(name, problem.data_source).check(problem.answer or "")

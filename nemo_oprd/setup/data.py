@@ -58,6 +58,8 @@ def read_training_data(run: RunSpec, files: RunFiles) -> TrainingData:
     evaluator = None
     if config.evaluation.every:
         evaluator = Evaluator(config, student.tokenizer, student.spec.max_positions, prompts.held_out)
+        said = prompts.report.lines
+        said += [line for line in evaluator.notes if line not in said]
     return TrainingData(None, prompts.training, prompts.report, teacher_inputs, evaluator)
 
 

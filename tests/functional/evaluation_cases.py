@@ -22,8 +22,11 @@ class Characters:
 
     eos_ids = (0,)
 
-    def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_prompt(self, messages: list[dict[str, str]], tools: Any = ()) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
+
+    def reads_clock(self, messages: Any, tools: Any) -> bool:
+        return False
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) for i in ids if i)

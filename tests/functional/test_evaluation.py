@@ -13,7 +13,7 @@ from pool import Pools
 from nemo_oprd.models import read_model_spec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "student"
-TEXTS = [r"so \boxed{4}", r"\boxed{5}", "no box", r"\boxed{1} or \boxed{10.0}", r"\boxed{7}", r"\boxed{ 07 }"]
+TEXTS = [r"so \boxed{4}", r"\boxed{5}", "no box", r"\boxed{1}, no: \boxed{10.0}", r"\boxed{7}", r"\boxed{ 07 }"]
 ANSWERS = ["4", "10", "7"]
 
 
@@ -23,7 +23,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cancelled_twice_it_samples_what_is_missing(pools: Pools, tmp_path: Path, ranks: int) -> None:
-    write_problems(tmp_path, ANSWERS)
+    # with two ranks, answers of the form of GSM8K, which `number` grades
+    answers, grader = (ANSWERS, "boxed") if ranks == 1 else ([f"So.\n#### {answer}" for answer in ANSWERS], "number")
+    write_problems(tmp_path, answers)
     found = pools[ranks].run(
         "evaluation_cases:evaluate", directory=str(tmp_path), texts=TEXTS, untils=[1, 1, None], timeout=60
     )
@@ -46,7 +48,7 @@ def test_cancelled_twice_it_samples_what_is_missing(pools: Pools, tmp_path: Path
     assert metrics["val/sums/no_answer"] == pytest.approx(1 / 6) and metrics["val/sums/truncated"] == 0
     assert metrics["val/sums/avg_len"] == pytest.approx(sum(lengths) / 6)
     assert found["again"] == {name.replace("sums/", "sums/teacher/"): value for name, value in metrics.items()}
-    check_files(tmp_path / "run", metrics)
+    check_files(tmp_path / "run", metrics, answers, grader)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_teacher_that_is_worse_is_named_before_training(
     assert [line for line in said if "student is better" in line] == ([] if says is None else [says])
 
 
-def check_files(run: Path, metrics: dict[str, float]) -> None:
+def check_files(run: Path, metrics: dict[str, float], answers: list[str], grader: str) -> None:
     """The formats of docs/runs.md, to the letter."""
     files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
     assert files == ["evaluation.json", "generations/about.json", "generations/sums.jsonl", "grades/sums.jsonl"]
@@ -90,7 +92,7 @@ def check_files(run: Path, metrics: dict[str, float]) -> None:
             "finish_reason": "stop",
             "seed": [0, 2, 0, i],
             "model": MODEL["name"],
-            "answer": ANSWERS[i // 2],
+            "answer": answers[i // 2],
             "data_source": "problems",
             "logprobs": [-0.5] * (len(text) + 1),
         }
@@ -99,7 +101,7 @@ def check_files(run: Path, metrics: dict[str, float]) -> None:
     extracted = ["4", "5", None, "10.0", "7", "07"]
     correct = [True, False, False, True, True, True]
     assert lines(run / "grades" / "sums.jsonl") == [
-        {"problem": i // 2, "sample": i % 2, "extracted": extracted[i], "correct": correct[i], "grader": "boxed"}
+        {"problem": i // 2, "sample": i % 2, "extracted": extracted[i], "correct": correct[i], "grader": grader}
         for i in range(6)
     ]
     about = json.loads((run / "generations" / "about.json").read_text())

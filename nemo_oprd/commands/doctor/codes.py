@@ -76,6 +76,7 @@ CODES: dict[str, str] = {
     "answer-in-prompt": "prompts hold their own answer",
     "answers-alike": "nearly all problems of a file have the same answer",
     "answers-missing": "a validation set has problems without an answer, which are never graded as correct",
+    "answers-unlike-grader": "a validation set has answers of another form than its grader reads",
     "few-prompts": "the run visits each training prompt very often",
     "few-problems": "a validation set is too small to show a difference",
     "prompts-over-limit": "many training prompts are longer than data.max_prompt_tokens, or than the models allow",

@@ -226,6 +226,7 @@ class Examination:
         solved, without_answer = [False] * len(problems), 0
         if dist.get_rank() == 0:
             choice = GraderChoice(evaluation.graders, evaluation.judge)
+            choice.read(name, ((problem.data_source, problem.answer or "") for problem in problems))
             pairs = zip(texts, problems, strict=True)
             grades = [choice.of(name, problem.data_source)(text, problem.answer or "") for text, problem in pairs]
             solved = [grade.correct for grade in grades]

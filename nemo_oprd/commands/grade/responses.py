@@ -2,7 +2,7 @@
 
 A target is the output of `evaluate`, a run with `evaluations/`, or a file of generations. What the grades depend on
 besides the responses is taken, in this order, from the command line, from the lines of the generations, and from the
-table of data sources (`evaluation/grading/graders.py`).
+table of data sources or the form of the answers (`evaluation/grading/graders.py`).
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An evaluation with the responses of its sets and the choice of their graders."""
+    """An evaluation with the responses of its sets, the choice of their graders, and what is to be said of it."""
 
     of: Evaluation
     sets: dict[str, list[Response]]
     choice: GraderChoice
+    notes: list[str]
 
     def side(self, name: str) -> Side:
         """A set as `check_comparable` takes it."""
@@ -147,6 +148,8 @@ def grade(options: GradeOptions) -> None:
                 "correct the name"
             )
     loaded = [_load(each, options) for each in every]
+    for line in dict.fromkeys(line for each in loaded for line in each.notes):
+        logger.info(line)
     for mine in loaded[: len(evaluations)] if other else ():
         for name in mine.sets.keys() & loaded[-1].sets.keys():
             check_comparable(name, mine.side(name), loaded[-1].side(name))
@@ -250,12 +253,13 @@ def _load(each: Evaluation, options: GradeOptions) -> Loaded:
             graders[name] = named
         sets[name] = responses
     own = {name: grader for name, grader in graders.items() if name in each.files or not name}
-    choice = GraderChoice(own, options.judge, key="--grader {}")
+    choice, notes = GraderChoice(own, options.judge, key="--grader {}"), list[str]()
     for name, responses in sets.items():
+        notes += choice.read(name, ((response.data_source, response.answer) for response in responses))
         # everything is checked before anything is written
         samples_per_problem(name, responses)
         check_answers(name, responses, [choice.of(name, response.data_source) for response in responses])
-    return Loaded(each, sets, choice)
+    return Loaded(each, sets, choice, notes)
 
 
 def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list[GradedSet]]], others: int) -> None:

@@ -61,6 +61,7 @@ case("no validation file", "a validation file that does not exist", "nowhere.jso
 case("no validation set", "`evaluate` without a set", "data.validation is empty | name at least one", command="evaluate", arguments=("no validation",))
 case("set with a path as its name", "a set whose name is no file name", "has a set 'a/b' | expected letters, digits | rename the set", "data.validation={a/b: {root}/prompts.jsonl}", command="evaluate", arguments=("no validation",))
 case("problem without answer", "a problem without an answer", "problem 1 has no answer | add an answer", command="evaluate", prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1"}]))
+case("list as answer", "a problem with a list as its answer", "problem 1 has no answer | expected text or a number (a list or an object is none) | add an answer", command="evaluate", prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1", "reward_model": {"ground_truth": ["1", "2"]}}]))
 case("long problem", "a problem as long as the model's positions", "problem 0 leaves no room | 64 positions | remove it", command="evaluate", prepare=lambda p: p.write(p.prompts, [{"prompt": "1" * 80, "answer": "1"}]))
 
 case = Category("What is done to prompts")
