@@ -143,7 +143,7 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
     agree = (
         f"the student's tokens mean the same to the teacher, which knows {more} more" if more else "all tokens agree"
     )
-    text = f"{padding}; {agree}, and the ids {sampled} are sampled"
+    text = f"{padding}; {agree}, and only the ids {sampled} are sampled"
     return Finding(check, "ok", text, sizes)
 
 
