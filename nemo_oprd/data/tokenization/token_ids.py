@@ -60,11 +60,10 @@ class TokenIds:
 
     def outside(self, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that are not in the set, in their order."""
-        outside = [i for i in ids if not 0 <= i < self.limit]
-        if outside or not self.gaps:
-            return outside
-        given = np.asarray(ids, np.int64)
-        return [int(i) for i in given[~self.mask[given]]]
+        if not self.gaps:
+            return [i for i in ids if not 0 <= i < self.limit]
+        known = self.mask.tobytes()  # single bytes are read faster than items of an array
+        return [i for i in ids if not (0 <= i < self.limit and known[i])]
 
     def missing_below(self, limit: int) -> tuple[tuple[int, int], ...]:
         """(First id, end) of each run of ids below `limit`, which is at least this one, that are not in the set."""
