@@ -117,11 +117,11 @@ def _teacher_inputs(config: Config, files: RunFiles, number: int) -> TeacherInpu
     settings, positions = config.alignment, teacher.spec.max_positions
     if config.teacher.reads == "text":
         return TextInputs(student, teacher.tokenizer, positions, settings.exact, settings.min_coverage)
-    if teacher.tokenizer.fingerprint() != student.fingerprint():
+    if not teacher.tokenizer.reads_ids_of(student):
         raise ValueError(
             f"the tokenizers of {student.path} and {teacher.directory} differ: the teacher would read other text than "
-            "the student wrote; expected the same tokenizer: set teacher.reads=text (with a bridge), or choose another "
-            "teacher"
+            "the student wrote; expected the same tokenizer, or one that knows more tokens: set teacher.reads=text "
+            "(with a bridge), or choose another teacher"
         )
     return PromptInputs(teacher.tokenizer, positions) if config.has_own_prompt(number) else None
 
@@ -144,13 +144,13 @@ def check_teacher_prompts(
             )
 
 
-def check_bridge_tokenizers(objective: Objective, files: RunFiles, teacher_inputs: list[TeacherInputs | None]) -> None:
+def check_bridge_tokenizers(objective: Objective, files: RunFiles) -> None:
     """Raises ValueError if a bridge was fitted with other tokenizers than those of the models."""
     student = files.student.tokenizer
-    for match, inputs in zip(objective.teachers, teacher_inputs, strict=True):
+    for match, files_of_teacher in zip(objective.teachers, files.teachers, strict=True):
         if match.bridge is None:
             continue
-        teacher = student if inputs is None else inputs.teacher
+        teacher = files_of_teacher.tokenizer
         for identity, tokenizer in ((match.bridge.student, student), (match.bridge.teacher, teacher)):
             if identity.tokenizer is not None and identity.tokenizer != tokenizer.fingerprint():
                 raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.data.tokenization.identity import fingerprint
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
@@ -147,6 +149,13 @@ class ModelFiles:
                 f"config.json says vocab_size={spec.vocab_size}; expected ids 0..{spec.vocab_size - 1}: copy the "
                 "tokenizer of this model"
             )
+        known = tokenizer.ids(spec.vocab_size)
+        if not any(i in known for i in tokenizer.eos_ids):
+            raise ValueError(
+                f"{self.directory}: no token has one of the stop ids {list(tokenizer.eos_ids)}, so that no response "
+                f"would end; expected one of the ids that have a token, {known}: correct eos_token_id in "
+                "generation_config.json"
+            )
 
 
 class RunFiles:
@@ -154,6 +163,7 @@ class RunFiles:
 
     def __init__(self, config: Config, models: RunModels) -> None:
         self.models, self._config = models, config
+        self._replays = config.rollout.replay is not None
         self.student = student_files(config, models.student)
         self.teachers = [self._teacher(config, number) for number in range(len(models.teachers))]
 
@@ -169,7 +179,7 @@ class RunFiles:
 
     def conversations(self) -> dict[str, dict[str, Any]]:
         """How each model that reads prompts renders them, by its role; of a teacher only if it has its own prompts."""
-        if self._config.rollout.replay is not None:
+        if self._replays:
             return {}
         found = {"student": self.student.tokenizer.conversation()}
         for number, teacher in enumerate(self.teachers):
@@ -177,12 +187,35 @@ class RunFiles:
                 found[f"teachers[{number}]" if self._config.teachers else "teacher"] = teacher.tokenizer.conversation()
         return found
 
-    def same_tokenizer(self, number: int) -> bool:
-        """Whether both the student and this teacher have a tokenizer, and the tokenizers are equal."""
+    @cached_property
+    def sampled_ids(self) -> TokenIds:
+        """The ids that may be sampled: those with a token, as far as the teachers that read them have rows for them.
+
+        Of recorded rollouts these are all ids for which the models have rows: no tokenizer is read.
+
+        Raises:
+            ValueError: the student has no tokenizer.
+        """
+        limit = self.models.vocab_limit
+        return TokenIds(limit) if self._replays else self.student.tokenizer.ids(limit)
+
+    def shared_ids(self, number: int) -> TokenIds | None:
+        """The ids on which the student and a teacher that reads them are compared; None if their tokenizers differ.
+
+        With equal tokenizers these are all ids for which both models have rows. Where the teacher knows more tokens
+        they are the student's: a row that only the teacher has a use for says nothing about the student's.
+        """
+        student, teacher = self.student, self.teachers[number]
+        limit = min(student.spec.vocab_size, teacher.spec.vocab_size)
+        if teacher is student:
+            return TokenIds(limit)
         try:
-            return self.student.tokenizer.fingerprint() == self.teachers[number].tokenizer.fingerprint()
+            ours, theirs = student.tokenizer, teacher.tokenizer
         except ValueError:  # a model has no tokenizer
-            return False
+            return None
+        if fingerprint(ours) == fingerprint(theirs):
+            return TokenIds(limit)
+        return ours.ids(limit) if theirs.reads_ids_of(ours) else None
 
 
 @dataclass(frozen=True)
@@ -220,9 +253,11 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
         models.student.spec,
         [(teacher.spec, teacher.pairs) for teacher in models.teachers],
         models.layer_weights,
-        files.same_tokenizer,
+        files.shared_ids,
         fitting=fitting,
     )
+    if config.rollout.correction != "off" and config.rollout.replay is None:
+        objective = replace(objective, sampled=files.sampled_ids)
     watched = None if fitting else WatchedMetrics.build(config.loss.output, config.logging, config.seed)
     for model in (files.student, *files.teachers):
         # opens the weights and makes providers, so that mistakes in them are found before models are built

@@ -176,7 +176,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
     plan = make_plan(spec, files)
     if data.recorded is None:
-        check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
+        check_bridge_tokenizers(plan.objective, files)
     _find_checkpoint(config, plan)
     check_resume(config)
     # the checkpoint is looked up again under the lock, because another run may have replaced it until here
@@ -230,8 +230,8 @@ def _make_engine(plan: RunPlan, data: TrainingData) -> RolloutEngine:
         return ReplayEngine(data.recorded)
     init_distributed()
     run, files = plan.run, plan.files.student
-    limit = run.models.vocab_limit
-    return make_engine(run.config, files.spec, files.directory, run.student_layout, files.tokenizer.eos_ids, limit)
+    sampled, eos_ids = plan.files.sampled_ids, files.tokenizer.eos_ids
+    return make_engine(run.config, files.spec, files.directory, run.student_layout, eos_ids, sampled)
 
 
 def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
@@ -299,7 +299,7 @@ def _assemble(
         distiller,
         engine,
         sampler,
-        SamplingCheck(config, plan.run.models.vocab_limit),
+        SamplingCheck(config, files.sampled_ids),
         recorder,
         Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, sampler.beside),
         checkpointer,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 
 
 def run_verify(overrides: list[str]) -> None:
@@ -61,12 +62,20 @@ def run_evaluate(overrides: list[str], config: str = "verify") -> None:
 
 
 def generate(
-    hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int, expert: int = 1
+    hf_path: str,
+    tensor: int,
+    prompts: list[list[int]],
+    temperature: float,
+    top_p: float,
+    steps: int,
+    expert: int = 1,
+    sampled: TokenIds | None = None,
 ) -> list:
     """Responses of the in-process engine, with fixed uniforms: [(ids, finish reason)]."""
     from nemo_oprd.rollout.engine import Request, SamplingParams
 
     engine = _engine(hf_path, tensor, "rollout.max_batch=5", f"rollout.expert={expert}")
+    engine.sampled = sampled or engine.sampled
     requests = [Request(prompt) for prompt in prompts]
     rollouts = engine.generate(requests, SamplingParams(temperature, top_p, steps, (7, 1, 0)))
     return [(r.response_ids.tolist(), r.finish_reason) for r in rollouts]

@@ -106,10 +106,13 @@ def settings_of(root: str | Path) -> list[str]:
 def flags_of(root: Path) -> list[str]:
     """The arguments with which a run starts the stand-ins of a bench."""
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.rollout.vllm.launch import server_arguments
 
-    return server_arguments(load_config("verify", settings_of(root)), read_model_spec(root), root, 300, cuda=False)
+    return server_arguments(
+        load_config("verify", settings_of(root)), read_model_spec(root), root, TokenIds(300), cuda=False
+    )
 
 
 def free_port() -> int:
@@ -190,6 +193,7 @@ def engine(
     import torch.distributed as dist
 
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
@@ -209,7 +213,8 @@ def engine(
         mock.patch.object(weight_group, "LEAVE_S", 2.0),
         mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
-        made: Any = make_engine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
+        sampled = None if vocab_limit is None else TokenIds(vocab_limit)
+        made: Any = make_engine(config, read_model_spec(root), Path(root), ranks, EOS, sampled)
         folder = made._mine.folder
         try:
             yield made

@@ -172,8 +172,8 @@ class Comparison:
         return result
 
     def _sample(self, model: Any) -> list[Response]:
-        tokenizer = self.tokenizer
-        return sample_responses(model, self.ids, tokenizer.eos_ids, tokenizer.vocab_size, self.options.sampling)
+        known = self.tokenizer.ids(model.config.vocab_size)
+        return sample_responses(model, self.ids, self.tokenizer.eos_ids, known, self.options.sampling)
 
     def _load(self, directory: Path) -> Any:
         import torch

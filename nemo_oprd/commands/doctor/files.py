@@ -109,9 +109,9 @@ def _inserted(longer: str, shorter: str) -> str:
 def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Finding:
     """Whether an id that the student may sample means the same token to the teacher, padded rows included.
 
-    Models of one family pad their vocabularies to different sizes, which only masks a few ids. If ids mean other
-    tokens, the teacher scores another text than the student wrote, with plausible states; one such id is wrong, because
-    the run would teach it.
+    Models of one family pad their vocabularies to different sizes, which only masks a few ids, and a teacher may know
+    more tokens. If ids mean other tokens, the teacher scores another text than the student wrote, with plausible
+    states; one such id is wrong, because the run would teach it.
     """
     check = "vocabularies"
     for role, model in (("student", student), ("teacher", teacher)):
@@ -129,15 +129,20 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
         return Finding(check, "ok", f"the teacher reads text, no ids are shared: {padding}", sizes)
     vocabularies_of = (model.tokenizer.hf.get_vocab() for model in (student, teacher))
     ours, theirs = ({i: token for token, i in vocabulary.items()} for vocabulary in vocabularies_of)
-    other = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-    sizes |= {"ids_with_another_meaning": len(other), "sampled_ids": min(sizes["student_rows"], sizes["teacher_rows"])}
+    other = sorted(i for i in ours if ours[i] != theirs.get(i))
+    sampled = student.tokenizer.ids(min(sizes["student_rows"], sizes["teacher_rows"]))
+    sizes |= {"ids_with_another_meaning": len(other), "sampled_ids": len(sampled)}
     if other:
         first = other[0]
         text = f"{len(other)} ids mean other tokens to the teacher, the first one is {first}: {ours.get(first)!r} for "
         text += f"the student, {theirs.get(first)!r} for the teacher; expected the same tokenizer; fix: set "
         text += "teacher.reads=text (with a bridge), or choose another teacher"
         return Finding(check, "wrong", text, sizes, code="tokenizers-differ")
-    text = f"{padding}; all tokens agree, and only ids below {sizes['sampled_ids']} are sampled"
+    more = len(theirs.keys() - ours.keys())
+    agree = (
+        f"the student's tokens mean the same to the teacher, which knows {more} more" if more else "all tokens agree"
+    )
+    text = f"{padding}; {agree}, and only the ids {sampled} are sampled"
     return Finding(check, "ok", text, sizes)
 
 

@@ -123,7 +123,7 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
             if engine is not None and "generation" in parts:
                 phases.generate(recorder, engine, run, prompt, response)
             if "check" in parts:
-                phases.check_sampling(recorder, run, student, rollouts, step)
+                phases.check_sampling(recorder, run.config, files, student, rollouts, step)
         with recorder.phase("step"):
             batch = distiller.batch(rollouts, distiller.objective_of(step))
             metrics, _ = accumulate_gradients(distiller, batch, recorder.phase)  # type: ignore[arg-type]
@@ -141,6 +141,7 @@ def unread_files(run: Any, fake: Any) -> Any:
     """The models' files, whose weights have shapes and no data."""
     import torch
 
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
     from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
     from nemo_oprd.setup.models import RunFiles
 
@@ -161,7 +162,11 @@ def unread_files(run: Any, fake: Any) -> Any:
 
     for model in (files.student, *files.teachers):
         model.__dict__["read"] = reader(model.spec)
-    files.same_tokenizer = lambda number: True  # type: ignore[method-assign,assignment]
+    sizes = [min(run.models.student.spec.vocab_size, spec.vocab_size) for spec in run.models.teacher_specs]
+    files.__dict__ |= {
+        "sampled_ids": TokenIds(run.models.vocab_limit),
+        "shared_ids": lambda number: TokenIds(sizes[number]),
+    }
     return files
 
 

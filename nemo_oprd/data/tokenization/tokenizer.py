@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from nemo_oprd.data.conversation import Message, Tool
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.models.text_tower import language_model_config
 from nemo_oprd.runtime.files import read_json
 
@@ -235,6 +236,14 @@ class Tokenizer:
             "chat_template_args": self._variables,
             "system_prompt": self.system_prompt,
         }
+
+    def ids(self, limit: int) -> TokenIds:
+        """The ids below `limit` that have a token; ValueError if there is none."""
+        return TokenIds.of(self._vocab.values(), limit)
+
+    def reads_ids_of(self, other: Tokenizer) -> bool:
+        """Whether every id with a token in the other tokenizer stands for the same token here; there may be more."""
+        return other._vocab.items() <= self._vocab.items()
 
     def fingerprint(self) -> str:
         """sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.parallel import device, init_distributed
@@ -60,7 +61,7 @@ class VllmEngine(Generates):
         directory: Path,
         ranks: Layout,
         eos_ids: tuple[int, ...],
-        vocab_limit: int | None = None,
+        sampled: TokenIds | None = None,
     ) -> None:
         """Starts the servers and returns without waiting for them; see `make_engine`. The ranks have the weight stream.
 
@@ -69,7 +70,7 @@ class VllmEngine(Generates):
         """
         init_distributed()
         self._config, self._spec, self._eos_ids = config, spec, eos_ids
-        self._known_ids = vocab_limit or spec.vocab_size
+        self._known_ids = TokenIds(spec.vocab_size) if sampled is None else sampled
         self._settings = config.rollout.vllm
         cuda = device().type == "cuda"
         students = range(ranks.first_rank, ranks.first_rank + ranks.size)

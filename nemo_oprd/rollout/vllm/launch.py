@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec
@@ -12,6 +12,9 @@ from nemo_oprd.models.quantization import KEY, known_quantization
 from nemo_oprd.models.rope import parse_ropes
 from nemo_oprd.models.text_tower import language_model_architecture
 from nemo_oprd.runtime.files import read_json
+
+if TYPE_CHECKING:
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
 
 _OVERRIDES = "--hf-overrides"
 # the folder of the project, where scripts/setup_vllm.sh makes the environment
@@ -80,12 +83,12 @@ def check_head_size(spec: ModelSpec) -> None:
         )
 
 
-def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:
+def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: TokenIds, *, cuda: bool) -> list[str]:
     """The arguments of a server, without where it listens. Responses have seeds of their own, besides the server's.
 
     Args:
         directory: where the model's config.json is; weights are not read from it.
-        known_ids: only ids below this one are sampled.
+        known: the ids that are sampled.
     """
     rollout = config.rollout
     arguments = [
@@ -100,7 +103,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
         *("--logits-processors", "nemo_oprd_worker:KnownIds"),
-        *("--additional-config", json.dumps({"nemo_oprd_known_ids": known_ids})),
+        *("--additional-config", json.dumps({"nemo_oprd_known_ids": known.limit, "nemo_oprd_gaps": known.gaps})),
         *("--weight-transfer-config", json.dumps({"backend": "nemo_oprd"})),
         "--disable-uvicorn-access-log",
     ]
@@ -137,7 +140,7 @@ def _config_overrides(directory: Path) -> dict[str, Any]:
     return overrides
 
 
-def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known_ids: int) -> None:
+def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known: TokenIds) -> None:
     """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run."""
     wanted: dict[str, Any] = {
         "hidden_size": spec.hidden_size,
@@ -150,12 +153,13 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
         "experts": _experts(spec),
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
-        "known_ids": known_ids,
+        "known_ids": known.limit,
+        "gaps": [list(gap) for gap in known.gaps],
         "dtype": DTYPES[config.precision],
         "logprobs_mode": "processed_logprobs",
         "workers": config.rollout.vllm.tensor,
     }
-    found = {**found, "rope": _served_rope(spec, found.get("rope_parameters"))}
+    found = {"gaps": [], **found, "rope": _served_rope(spec, found.get("rope_parameters"))}
     differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
     if differing:
         raise ValueError(

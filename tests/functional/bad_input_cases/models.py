@@ -176,6 +176,7 @@ case("template that refuses", "a conversation that the template refuses", "promp
 case("another tokenizer", "a teacher with another tokenizer", "differ: the teacher would read other text | expected the same tokenizer | set teacher.reads=text", prepare=lambda p: p.edit(p.teacher / "tokenizer_config.json", extra_special_tokens=None, added_tokens_decoder={}) or other_tokenizer(p))
 case("ids beyond the model's vocabulary", "a tokenizer with more ids than the model", "ids up to 24 | vocab_size=20 | expected ids 0..19", prepare=lambda p: p.config(vocab_size=20))
 case("stop id beyond the vocabulary", "a stop id that the model does not know", "stop ids [99] | expected ids 0..60", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id=99))
+case("stop id without a token", "stop ids that no token has", "no token has one of the stop ids [50], so that no response would end | expected one of the ids that have a token, 0..24: correct eos_token_id", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id=50))
 case("malformed stop id", "a stop id that is text", "eos_token_id is '<eos>' | expected a token id", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id="<eos>"))
 case("broken generation_config.json", "a generation_config.json that is not JSON", "generation_config.json: not valid JSON | copy the file", prepare=lambda p: (p.student / "generation_config.json").write_text("{"), library=r"JSON \((.*?)\);")
 
@@ -183,7 +184,8 @@ case("broken generation_config.json", "a generation_config.json that is not JSON
 def other_tokenizer(place: Place) -> None:
     file = place.teacher / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 60, "content": "<more>"})
+    vocabulary = content["model"]["vocab"]
+    vocabulary["b"], vocabulary["o"] = vocabulary["o"], vocabulary["b"]
     file.write_text(json.dumps(content))
 
 
