@@ -17,6 +17,7 @@ from pathlib import Path
 # how long the rank that reports an error waits until its neighbours have left: torchrun warns of each that it must end
 NEIGHBOURS_LEAVE_S = 2.0
 _LOOK_EVERY_S = 0.05
+_LEFT = "left"  # a file beside the error file of a rank that has left
 
 
 class NeighbourFailed(Exception):  # noqa: N818 - not an error of this rank
@@ -51,20 +52,21 @@ def code_beside_failure() -> int:
 
     The process ends right after this call.
     """
-    if not neighbour_reported():
+    file = _error_file()
+    if file is None or not neighbour_reported():
         return 1
     with suppress(OSError):
-        _left(_error_file()).touch()
+        file.with_name(_LEFT).touch()
     return 0
 
 
 def wait_for_neighbours() -> None:
     """After `report`: waits a moment until the neighbours have left."""
     file, deadline = _error_file(), time.monotonic() + NEIGHBOURS_LEAVE_S
-    neighbours = 0 if file is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
-    while neighbours and time.monotonic() < deadline:
-        if len([*file.parent.parent.glob(f"*/{_left(file).name}")]) >= neighbours:
-            return
+    if file is None:
+        return
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+    while len([*file.parent.parent.glob(f"*/{_LEFT}")]) < neighbours and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
 
 
@@ -72,8 +74,3 @@ def _error_file() -> Path | None:
     """This rank's error file, in a folder of its own beside those of its neighbours; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name and name != os.devnull else None
-
-
-def _left(file: Path) -> Path:
-    """Marks a rank that has left."""
-    return file.with_name("left")
