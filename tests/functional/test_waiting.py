@@ -49,5 +49,5 @@ def test_a_rank_says_for_whom_it_waits_and_signals_end_it(pools: Pools, tmp_path
 
 
 def test_the_first_rank_that_is_there_names_the_missing_ones(pools: Pools) -> None:
-    said = pools.once(4, "waiting_cases:late", late_s=3.0)
+    said = pools.once(4, "waiting_cases:late", late_s=2.0)
     assert said and {line.partition(", limit")[0] for line in said} == {"waiting for rank(s) 2-3 of 4"}
