@@ -29,7 +29,7 @@ from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, m
 from nemo_oprd.models.megatron_bridge.provider import OWN
 from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
 from nemo_oprd.models.weights.served_head import ServedHead
-from nemo_oprd.setup.checks import trainer_ranks
+from nemo_oprd.setup.checks import trainer_ranks, wait_for_endpoints
 from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec, resolve
 from nemo_oprd.teacher_servers.teacher import ServedTeacher
 
@@ -278,6 +278,7 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     Raises:
         ValueError: weights do not fit their model.
     """
+    wait_for_endpoints(plan.run.config)
     init_distributed()
     servers = _start_teacher_servers(plan)
     try:

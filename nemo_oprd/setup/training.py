@@ -52,8 +52,9 @@ from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
-from nemo_oprd.runtime.signals import Signals, Stopped
+from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
 from nemo_oprd.setup.canary import refuse_wrong_states
+from nemo_oprd.setup.checks import wait_for_endpoints
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
@@ -179,6 +180,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         check_bridge_tokenizers(plan.objective, files)
     _find_checkpoint(config, plan)
     check_resume(config)
+    wait_for_endpoints(config)
     # the checkpoint is looked up again under the lock, because another run may have replaced it until here
     lock = RunLock(Path(config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
@@ -194,7 +196,10 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         raise
     try:
         with signals, _written_aside(run):
-            yield run
+            try:
+                yield run
+            except StoppedWaiting as stopped:
+                run.checkpointer.stop_while_waiting(stopped)
     finally:
         try:
             run.distiller.close()
