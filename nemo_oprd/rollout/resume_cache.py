@@ -23,6 +23,7 @@ from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.sampled_versions import WeightDigests
 from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 from nemo_oprd.runtime.aside import Aside
+from nemo_oprd.runtime.digests import DigestedFile
 from nemo_oprd.runtime.files import replacing
 
 
@@ -72,9 +73,9 @@ class ResumeCache:
         about, kept = self._what(step, rollouts, sampling, count)
         self._aside.start(lambda: _write(self.path, about, kept))
 
-    def write(self, path: Path, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
-        """Writes rollouts of a step to another file, for `take`; the arguments are those of `put`."""
-        _write(path, *self._what(step, rollouts, sampling, count))
+    def write(self, path: Path, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> str:
+        """Writes rollouts of a step to another file, for `take`, with the arguments of `put`; returns its SHA-256."""
+        return _write(path, *self._what(step, rollouts, sampling, count))
 
     def check(self) -> None:
         """Raises OSError if rollouts could not be written; does not wait."""
@@ -131,8 +132,11 @@ class ResumeCache:
         return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}
 
 
-def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
-    """Writes a safetensors file: the arrays of all rollouts, field by field, without a copy of all of them."""
+def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> str:
+    """Writes a safetensors file: the arrays of all rollouts, field by field, without a copy of all of them.
+
+    Returns the SHA-256 of the file.
+    """
     arrays = {name: [getattr(rollout, name) for rollout in rollouts] for name in _STORED}
     shapes = {name: [None if one is None else one.shape for one in of] for name, of in arrays.items()}
     plain = [_plain(rollout) for rollout in rollouts]
@@ -146,12 +150,13 @@ def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> No
     text = json.dumps({"__metadata__": {"told": told, "checksum": checksum}, **header}).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path) as partial, DigestedFile(partial) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for of in arrays.values():
             for data in _bytes(of):
                 file.write(data)
+    return file.sha256
 
 
 def _load(path: Path) -> tuple[dict[str, Any], list[Rollout]]:

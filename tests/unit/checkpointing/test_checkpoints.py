@@ -176,7 +176,8 @@ def test_state_of_the_current_format(tmp_path: Path) -> None:
     """All keys are snake_case, and a state is read back as it was written."""
     checkpoints.partial_directory(tmp_path, 4).mkdir(parents=True)
     commit_checkpoint(tmp_path, {name: value for name, value in FORMAT_2.items() if name != "format"})
-    assert read_state(directory(tmp_path, 4)) == {**FORMAT_2, "files": {}}
+    digest = read_state(directory(tmp_path, 4))["state_sha256"]
+    assert read_state(directory(tmp_path, 4)) == {**FORMAT_2, "files": {}, "sha256": {}, "state_sha256": digest}
     written = (directory(tmp_path, 4) / "state.json").read_text()
     assert all(name.isidentifier() and name.islower() for name in json.loads(written))
 
