@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nemo_oprd.models.checkpoint_directory import LATEST
 from nemo_oprd.models.megatron.parallel import everyones
+from nemo_oprd.models.megatron_bridge_config import RUN_CONFIG
 from nemo_oprd.runtime.digests import find_difference, sha256_of
 from nemo_oprd.runtime.files import PARTIAL, flush_tree, partial_path, read_json, write_atomically
 
@@ -130,21 +131,48 @@ def find_damage(directory: Path) -> str | None:
     return None if difference is None else f"is damaged ({difference})"
 
 
-def find_damage_inside(directory: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """As `find_damage`, of the files with weights and responses: of this rank's share, if several ranks call this."""
-    state = _load_state(directory)
-    large = {name: digest for name, digest in _digests(state).items() if name.endswith(_LARGE)}
-    total = sum(state["files"][name] for name in large)
+def find_damage_inside(directory: Path, rank: int = 0, ranks: int = 1, *, of_weights: bool = False) -> str | None:
+    """As `find_damage`, by the contents of all files: of this rank's share of them, if several ranks call this.
+
+    `of_weights` leaves out the files that describe the model, which a user may have changed.
+    """
+    try:
+        state = _load_state(directory)
+    except ValueError as error:
+        return f"is incomplete ({error})"
+    digests = _digests(state)
+    if of_weights:
+        digests = {name: digest for name, digest in digests.items() if "/" not in name and name != RUN_CONFIG}
+    total = sum(state["files"].get(name, 0) for name in digests)
     if total > _TOLD_BYTES:
         logger.info(f"comparing {total / 1e9:.0f} GB in {directory} with their digests")
-    difference = find_difference(directory, large, rank, ranks)
+    difference = find_difference(directory, digests, rank, ranks)
     return None if difference is None else f"is damaged ({difference})"
 
 
-def find_damage_together(directory: Path) -> str | None:
+def find_damage_together(directory: Path, *, of_weights: bool = False) -> str | None:
     """As `find_damage_inside`, and the same on every rank of the world. Every rank calls this."""
-    found = everyones(find_damage_inside(directory, dist.get_rank(), dist.get_world_size()))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = everyones(find_damage_inside(directory, rank, ranks, of_weights=of_weights))
     return next((damage for damage in found if damage is not None), None)
+
+
+def refuse_damage(directory: Path, *, together: bool) -> None:
+    """Checks the weights of a checkpoint from which a model is read, if a training run wrote it and left digests.
+
+    Args:
+        together: every rank of the world calls this, and reads its share of the files.
+
+    Raises:
+        ValueError: a file is not as it was written.
+    """
+    if not (directory / STATE).is_file():
+        return
+    damage = (find_damage_together if together else find_damage_inside)(directory, of_weights=True)
+    if damage is not None:
+        raise ValueError(
+            f"{directory} {damage}; expected the files of the training run: copy them again, or name another checkpoint"
+        )
 
 
 def has_digests(directory: Path) -> bool:
