@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 from nemo_oprd.runtime.aside import Aside
 from nemo_oprd.runtime.digests import DigestedFile
 from nemo_oprd.runtime.files import replacing
+
+logger = logging.getLogger(__name__)
 
 
 def _size(kind: str) -> int:
@@ -114,8 +117,11 @@ class ResumeCache:
             prompts = [rollout.prompt_ids.tolist() for rollout in rollouts]
             if prompts != [list(told.prompt_ids) for told in kept]:
                 return {}, {}
-        # absent, or damaged, for instance by a loss of power, or of another kind: the step samples again
-        except (FileNotFoundError, SafetensorError, ValueError, TypeError, LookupError, AttributeError):
+        except FileNotFoundError:
+            return {}, {}
+        # damaged, for instance by a loss of power, or of another kind
+        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
+            logger.info(f"{path} can't be used ({' '.join(str(error).split())}): its responses are sampled again")
             return {}, {}
         told_anew = ({name: getattr(told, name) for name in _OF_REQUEST} for told in kept)
         taken = zip(indices, rollouts, told_anew, strict=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm_environment
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -105,6 +108,39 @@ def test_servers_must_read_the_same(model: Path) -> None:
     (model / "consolidated.safetensors").unlink()
     (model / "model.safetensors").unlink()
     assert read_served_spec(model).num_layers == 1
+
+
+# in vLLM's environment: the files that its loader takes of the directories in its arguments
+VLLM_READS = """
+import json, sys
+from pathlib import Path
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+loader = DefaultModelLoader(LoadConfig(load_format="auto"))
+found = [loader._prepare_weights(directory, None, None, True, None)[1] for directory in sys.argv[1:]]
+print("found", json.dumps([sorted(Path(file).name for file in files) for files in found]))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing()))
+def test_vllm_itself_reads_what_is_said_here(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of each kind of directory: the files that we read, or else a refusal that names those that vLLM reads."""
+    root = tmp_path_factory.mktemp("kinds")
+    for kind, (change, _) in LEFT.items():
+        shutil.copytree(model, root / kind)
+        change(root / kind)
+    command = [str(vllm_environment.DEFAULT_PYTHON), "-c", VLLM_READS, *(str(root / kind) for kind in LEFT)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    (line,) = (line for line in said.splitlines() if line.startswith("found "))
+    for kind, theirs in zip(LEFT, json.loads(line.removeprefix("found ")), strict=True):
+        if any(name.startswith("consolidated") for name in theirs):  # Mistral's own format: left to the canary
+            continue
+        if theirs == [file.name for file in weight_files(root / kind)]:
+            read_served_spec(root / kind)
+            continue
+        with pytest.raises(ValueError, match=f"vLLM loads {', '.join(theirs)} there"):
+            read_served_spec(root / kind)
 
 
 @pytest.mark.parametrize("more", ["config.json", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth"])
