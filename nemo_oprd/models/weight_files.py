@@ -31,19 +31,23 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ValueError: there are no such files, or one of them is missing or a pointer of Git LFS.
     """
-    single, index = _named(directory)
-    if single.is_file():
-        files = [single]
-        _tell_what_is_left_out(directory, single, index)
-    elif index.is_file():
-        files = _indexed(index)
-    else:
-        files = _others(directory)
+    files = _chosen(directory)
     for file in files:
         refuse_lfs_pointer(file)
+    left = _names(set(_of_models(directory, "*.safetensors")) - set(files))
+    if left and len(files) == 1 and (directory / SINGLE) in files:
+        beside = f" and {INDEX}" if (directory / INDEX).is_file() else ""
+        _tell(f"{files[0]} is read, as transformers does; {_shown(left)}{beside} in the same directory are left out")
     if (directory / _ADAPTER).is_file():
         _tell(f"{directory}: the weights there are read without the adapter beside them ({_ADAPTER})")
     return files
+
+
+def _chosen(directory: Path) -> list[Path]:
+    single, index = _named(directory)
+    if single.is_file():
+        return [single]
+    return _indexed(index) if index.is_file() else _others(directory)
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -66,7 +70,7 @@ def refuse_what_vllm_reads_differently(directory: Path) -> None:
     files = [name for name in _names(directory.glob("*.safetensors")) if not name.startswith("consolidated")]
     if not files or not (directory / "config.json").is_file():
         return
-    ours, index = _names(weight_files(directory)), directory / INDEX
+    ours, index = _names(_chosen(directory)), directory / INDEX
     theirs = _names(_indexed(index)) if index.is_file() else files
     if theirs != ours:
         raise ValueError(
@@ -128,13 +132,6 @@ def _of_models(directory: Path, *patterns: str) -> list[Path]:
     """The files of these names in a directory that are not an adapter's."""
     found = {file for pattern in patterns for file in directory.glob(pattern)}
     return sorted(found - set(directory.glob(_ADAPTER_WEIGHTS)))
-
-
-def _tell_what_is_left_out(directory: Path, single: Path, index: Path) -> None:
-    left = _names(set(_of_models(directory, "*.safetensors")) - {single})
-    if left:
-        beside = f" and {index.name}" if index.is_file() else ""
-        _tell(f"{single} is read, as transformers does; {_shown(left)}{beside} in the same directory are left out")
 
 
 @cache
