@@ -511,7 +511,7 @@ def check_counts(hf_config: dict, source: str) -> None:
     """
     inner = hf_config.get("text_config")
     for given in (hf_config, inner if isinstance(inner, dict) else {}):
-        for key in _COUNTS & given.keys():
+        for key in sorted(_COUNTS & given.keys()):
             if isinstance(given[key], int) and given[key] > _MOST:
                 raise ValueError(
                     f"{source}: {key}={given[key]}; expected at most {_MOST}: correct it as in the model's source"

@@ -230,8 +230,10 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
         ValueError: weights do not fit their model.
     """
     init_distributed()
-    for model in {files.weights_directory: files for files in (plan.files.student, *plan.files.teachers)}.values():
-        model.check_files()
+    stored = {files.source.checkpoint: files for files in (plan.files.student, *plan.files.teachers)}
+    for checkpoint, files in stored.items():
+        if checkpoint:
+            files.check_files()
     servers = _start_teacher_servers(plan)
     try:
         return _build(plan, servers, trainable=trainable)
