@@ -41,7 +41,8 @@ class Checkpointer:
         skipped_in_a_row: the last steps that all had a skipped update, at first those before a resume.
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
         before_save: waits for what is written aside: a run that resumes after a step does not write its files again.
-        write_ahead: writes what is sampled already for the steps after `done` ones into a checkpoint's directory.
+        write_ahead: writes what is sampled already for the steps after `done` ones into a checkpoint's directory, and
+            returns the SHA-256 of each file by its path in there.
     """
 
     train: TrainConfig
@@ -52,7 +53,7 @@ class Checkpointer:
     skipped_in_a_row: int
     saved: int
     before_save: Callable[[], None] = lambda: None
-    write_ahead: Callable[[int, Path], None] = lambda done, directory: None
+    write_ahead: Callable[[int, Path], dict[str, str]] = lambda done, directory: {}
     _saved_at: float = field(default_factory=lambda: time.monotonic())
     _deferred: str | None = None  # of the last step
     _after: tuple[int, int] | None = None  # (steps, optimizer steps) after the last step of this process

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_oprd.data import conversation
 from nemo_oprd.data.conversation import SHAPES, TOOL_ROLES, UNREAD, Message, Tool, refused
-from nemo_oprd.runtime.files import parse_json, why_no_file
+from nemo_oprd.runtime.files import parse_json, refuse_lfs_pointer, why_no_file
 
 # the name of the validation set that `data.held_out` makes
 HELD_OUT = "held_out"
@@ -132,6 +132,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa  # imported only for parquet files, because the import takes some 100 ms
     import pyarrow.parquet as pq
 
+    refuse_lfs_pointer(path)
     try:
         with pq.ParquetFile(path) as file:
             names = [name for name in file.schema_arrow.names if name in FIELDS]

@@ -20,6 +20,8 @@ from typing import Any
 from nemo_oprd.runtime.disk import naming
 
 PARTIAL = ".partial_"
+# what a repository holds in place of a large file until `git lfs pull` has fetched it
+_LFS_POINTER = b"version https://git-lfs"
 
 
 def cache_directory() -> Path:
@@ -135,12 +137,30 @@ def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
     return content
 
 
+def refuse_lfs_pointer(file: Path) -> None:
+    """Raises ValueError if a file is a pointer of Git LFS. Does nothing if there is no such file."""
+    if not file.is_file():
+        return
+    with file.open("rb") as stream:
+        _refuse_pointer(stream.read(len(_LFS_POINTER)), str(file))
+
+
+def _refuse_pointer(data: bytes, where: str) -> None:
+    if data.startswith(_LFS_POINTER):
+        raise ValueError(
+            f"{where}: a pointer of Git LFS, which stands for the file in a repository that was cloned without it; "
+            "expected the file itself: run `git lfs pull` in that folder, or copy the file from its source"
+        )
+
+
 def parse_json(data: str | bytes, where: str, expected: str, fix: str, *, encodes: bool = False) -> Any:
-    """The value of a JSON text in UTF-8; ValueError if it is malformed.
+    """The value of a JSON text in UTF-8; ValueError if it is malformed, or a pointer of Git LFS.
 
     `where` is the file, or the file and its line, for the message; `expected` and `fix` are as in `read_json`.
     `encodes`: for texts that models read or that are written again, half of a character is an error, too.
     """
+    beginning = data[: len(_LFS_POINTER)]
+    _refuse_pointer(beginning.encode(errors="replace") if isinstance(beginning, str) else beginning, where)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:  # malformed JSON, malformed UTF-8, or brackets nested too deeply

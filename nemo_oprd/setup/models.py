@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from nemo_oprd.checkpointing.directory import refuse_damage
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.data.tokenization.identity import fingerprint
@@ -27,7 +28,7 @@ from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.models.megatron.model import build_chunks
 from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models.megatron_bridge.provider import OWN
-from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
+from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, finite, load_hf
 from nemo_oprd.models.weights.served_head import ServedHead
 from nemo_oprd.setup.checks import trainer_ranks, wait_for_endpoints
 from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec, resolve
@@ -117,6 +118,15 @@ class ModelFiles:
         made = make_provider(f"{self._key}.provider", self.source.provider, self.directory)
         return partial(build_from_provider, made)
 
+    def check_files(self) -> None:
+        """Compares a training run's checkpoint with its digests. Every rank of the world calls this.
+
+        Raises:
+            ValueError: a file is not as it was written.
+        """
+        if self.source.checkpoint:
+            refuse_damage(self.weights_directory, together=True)
+
     def close(self) -> None:
         """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""
         self.__dict__.pop("read", None)
@@ -124,6 +134,7 @@ class ModelFiles:
     def open(self) -> TensorReader:
         """Returns a function that reads a tensor of the model by its HF name, from either kind of source.
 
+        That function raises ValueError for a tensor that holds NaN or infinite values.
         Of a model that vLLM servers compute, only the LM head is read.
 
         Raises:
@@ -132,12 +143,13 @@ class ModelFiles:
         from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint, check_source
 
         if self.source.checkpoint:
-            return MegatronCheckpoint(self.weights_directory, self.directory, self.spec.family).__getitem__
+            stored = MegatronCheckpoint(self.weights_directory, self.directory, self.spec.family)
+            return finite(stored.__getitem__, stored.path)
         checkpoint = HFCheckpoint(str(self.source.hf_path))
         if self._served:
             return ServedHead(checkpoint, self.spec)
         check_source(checkpoint, self.spec)
-        return checkpoint.__getitem__
+        return finite(checkpoint.__getitem__, checkpoint.path)
 
     def check_vocabulary(self) -> None:
         """Raises ValueError if the tokenizer has ids or stop ids outside the model's vocabulary."""
@@ -280,6 +292,10 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     """
     wait_for_endpoints(plan.run.config)
     init_distributed()
+    stored = {files.source.checkpoint: files for files in (plan.files.student, *plan.files.teachers)}
+    for checkpoint, files in stored.items():
+        if checkpoint:
+            files.check_files()
     servers = _start_teacher_servers(plan)
     try:
         return _build(plan, servers, trainable=trainable)

@@ -20,7 +20,13 @@ import torch.distributed as dist
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import save_bridge
 from nemo_oprd.checkpointing.checkpointer import Checkpointer, skipped_in_a_row
-from nemo_oprd.checkpointing.directory import find_checkpoint, iteration_directory
+from nemo_oprd.checkpointing.directory import (
+    find_checkpoint,
+    find_damage_inside,
+    find_damage_together,
+    has_digests,
+    iteration_directory,
+)
 from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
@@ -31,7 +37,7 @@ from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
-from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.models.megatron.parallel import everyones, first_ranks, init_distributed
 from nemo_oprd.models.weights.hf_export import export_hf
 from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.observability.environment import record_environment
@@ -141,6 +147,13 @@ class TrainingRun:
                 # the student has learned to answer in this template, and servers look for it under this name
                 shutil.copyfile(config.data.chat_template, target / "chat_template.jinja")
                 shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)  # they would take its place
+            skipped = max(everyones(self.checkpointer.skipped_in_a_row))  # ranks outside the student know of none
+            if skipped and is_first_rank():
+                steps = "the last step" if skipped == 1 else f"each of the last {skipped} steps"
+                logger.warning(
+                    f"in {steps} an update was skipped, because its loss or gradient was not finite "
+                    f"(train/skipped_update in metrics.jsonl): evaluate the student in {target} before you use it"
+                )
             logger.info(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(final_report(self.log.path), flush=True)
@@ -178,8 +191,9 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     plan = make_plan(spec, files)
     if data.recorded is None:
         check_bridge_tokenizers(plan.objective, files)
-    _find_checkpoint(config, plan)
-    check_resume(config)
+    damaged: dict[int, str] = {}
+    _find_checkpoint(config, plan, damaged)
+    check_resume(config, damaged)
     wait_for_endpoints(config)
     # the checkpoint is looked up again under the lock, because another run may have replaced it until here
     lock = RunLock(Path(config.output)) if is_first_rank() else None
@@ -241,8 +255,10 @@ def _make_engine(plan: RunPlan, data: TrainingData) -> RolloutEngine:
 
 def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
     config = plan.run.config
-    latest, notes = _find_checkpoint(config, plan)
-    changed = check_resume(config)
+    init_distributed()
+    damaged: dict[int, str] = {}
+    latest, notes = _find_undamaged_checkpoint(config, plan, damaged)
+    changed = check_resume(config, damaged)
     distiller = build_distiller(plan)
     try:
         for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
@@ -270,7 +286,7 @@ def _assemble(
     latest: int | None,
 ) -> TrainingRun:
     config = plan.run.config
-    first_step = _agree_on_first_step(latest) or 0
+    first_step = latest or 0
     student, files = distiller.student, plan.files
     checkpoints = _checkpoints(config)
     if first_step:
@@ -358,32 +374,56 @@ def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
     return None if waits or not config.rollout.max_lag else EngineBeside(engine)
 
 
-def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:
-    """(The step to resume after, or None for a new run; notes on damaged checkpoints that were skipped)."""
+def _find_undamaged_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
+    """As `_find_checkpoint`, the same step on every rank, which reads its share of the checkpoint's files for it.
+
+    Another rank may have looked before the first rank held the lock, or may see an outdated state of the file system.
+
+    Args:
+        damaged: gets what is wrong with newer checkpoints.
+    """
+    while True:
+        latest, notes = _find_checkpoint(config, plan, damaged)
+        latest = first_ranks(latest)
+        if latest is None:
+            return None, notes
+        directory = iteration_directory(_checkpoints(config), latest)
+        damage = find_damage_together(directory)
+        if damage is None:
+            break
+        damaged[latest] = damage
+    if not has_digests(directory):
+        notes.append(f"{directory} has no digests (an earlier version wrote it): only its files' sizes were checked")
+    return latest, notes
+
+
+def _find_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
+    """(The step to resume after, or None for a new run; notes on damaged checkpoints that were skipped).
+
+    `damaged` is as for `find_checkpoint`, and gets what is wrong with a checkpoint that can't be read.
+    """
     root = _checkpoints(config)
-    latest, notes = find_checkpoint(root)
-    if latest is not None:
+    latest, notes = find_checkpoint(root, damaged)
+    if latest is None:
+        return None, notes
+    try:
         check_checkpoint(root, latest, plan.files.student.spec)
-        try:
-            check_resume_signature(root, latest, config, plan.objective, plan.needs)
-        except ValueError as error:  # one setting that no run can go on with; the others should be known, too
-            refused = ", ".join(map(str, compare_settings(config).refused))
-            raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
+    except ValueError:
+        damage = find_damage_inside(iteration_directory(root, latest))
+        if damage is None:
+            raise
+        damaged[latest] = damage
+        return _find_checkpoint(config, plan, damaged)
+    try:
+        check_resume_signature(root, latest, config, plan.objective, plan.needs)
+    except ValueError as error:  # one setting that no run can go on with; the others should be known, too
+        refused = ", ".join(map(str, compare_settings(config, damaged).refused))
+        raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
     return latest, notes
 
 
 def _checkpoints(config: Config) -> Path:
     return Path(config.output) / "checkpoints"
-
-
-def _agree_on_first_step(latest: int | None) -> int | None:
-    """The first rank's `latest`, on every rank.
-
-    Another rank may have looked before the first rank held the lock, or may see an outdated state of the file system.
-    """
-    agreed = [latest]
-    dist.broadcast_object_list(agreed, src=0)
-    return agreed[0]
 
 
 def _record_environment(run: TrainingRun, plan: RunPlan) -> None:

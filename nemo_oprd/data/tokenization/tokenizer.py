@@ -20,7 +20,7 @@ import numpy as np
 from nemo_oprd.data.conversation import Message, Tool
 from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.models.text_tower import language_model_config
-from nemo_oprd.runtime.files import read_json
+from nemo_oprd.runtime.files import read_json, refuse_lfs_pointer
 
 # The files of which a tokenizer may consist, in all formats in use; generation_config.json holds the stop ids.
 TOKENIZER_FILES = (
@@ -79,6 +79,8 @@ class Tokenizer:
                 f"{path}: no tokenizer.json, tokenizer.model or vocab.json; "
                 "copy the tokenizer files of the model's source there"
             )
+        for file in (file for name in TOKENIZER_FILES for file in path.glob(name)):
+            refuse_lfs_pointer(file)
         from transformers import AutoTokenizer  # seconds to import
 
         _refuse_remote_code(path)
