@@ -17,6 +17,7 @@ from nemo_oprd.config.messages import build, check_key, takes
 from nemo_oprd.config.overrides import key_of, parse
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.secret_values import refuse_secrets
+from nemo_oprd.config.yaml_files import composed_files
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -60,11 +61,12 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
             + (f"; did you mean {near[0]!r}?" if near else "; choose one, or name its directory with --config-dir")
         )
     groups, settings = _parsed(list(overrides or []), directory)
+    composed_files(directory, name, {each.key_or_group: each.value() for each in groups})
     try:
         with initialize_config_dir(version_base=None, config_dir=str(directory)):
             composed = compose(name, overrides=[str(o.input_line) for o in groups])
         merged = _with_defaults(composed)
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
         raise _not_composed(name, error) from error
     for key, value in settings:
         _check_number(key, merged)
@@ -78,6 +80,26 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     if any(value is None or isinstance(value, dict) for _, value in settings):
         merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
     return _checked(merged, name, {key for key, _ in settings})
+
+
+def origin_of(
+    key: str, *, name: str, overrides: list[str] | None = None, config_dir: str | Path | None = None
+) -> Path | None:
+    """The file that sets `key` (teachers by number, `teachers[0].hf_path`) in a configuration that `load_config` takes.
+
+    None for a key that the command line sets, by itself or with the group that it is in, and for a default.
+    """
+    directory = Path(config_dir or default_config_dir()).resolve()
+    groups, settings = _parsed(list(overrides or []), directory)
+    whole = key.replace("[", ".").replace("]", "")
+    if any(f"{whole}.".startswith(f"{given}.") for given, _ in settings):
+        return None
+    choices = {each.key_or_group: each.value() for each in groups}
+    listed = key.partition("[")[0]  # a list is set as a whole
+    found = [each.path for each in composed_files(directory, name.removesuffix(".yaml"), choices) if each.holds(listed)]
+    if not found:
+        return None
+    return found[-1].relative_to(Path.cwd()) if found[-1].is_relative_to(Path.cwd()) else found[-1]
 
 
 def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list[tuple[str, Any]]]:
@@ -163,7 +185,10 @@ def _not_composed(name: str, error: Exception) -> ValueError:
             f"configuration {name}: its list `defaults` names {missing}, and there is no {missing}.yaml; expected a "
             "file beside it, or in a folder there: correct the list"
         )
-    return ValueError(f"configuration {name}: {' '.join(str(error).split())}; expected YAML in {name}.yaml: correct it")
+    said = " ".join(str(error).split()) or "a key or a value that can't be read"
+    if isinstance(error, RecursionError):
+        said = "groups or lists inside each other without end"
+    return ValueError(f"configuration {name}: {said}; expected YAML in {name}.yaml: correct it")
 
 
 def _check_number(key: str, merged: Any) -> None:

@@ -20,7 +20,7 @@ from nemo_oprd.models.families.phi3 import PHI3
 from nemo_oprd.models.families.qwen import QWEN2, QWEN3
 from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized
 from nemo_oprd.models.text_tower import language_model_config
-from nemo_oprd.runtime.files import read_json
+from nemo_oprd.runtime.files import kind_of, read_json
 
 # this project's own, by `model_type`
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -84,7 +84,8 @@ def read_hf_config(path: str | Path) -> dict:
     if Path(path).is_file():
         raise ValueError(f"{path}: is a file; expected the directory of a Hugging Face model: name the directory")
     if not Path(path).is_dir():
-        raise ValueError(f"{path}: no such directory; expected that of a Hugging Face model: download it first")
+        found = f"is {kind_of(path)}" if kind_of(path) else "no such directory"
+        raise ValueError(f"{path}: {found}; expected that of a Hugging Face model: download it first")
     if not file.is_file():
         megatron = (Path(path) / ".metadata").is_file()
         hint = "; this is a Megatron checkpoint, which goes into checkpoint=" if megatron else ""

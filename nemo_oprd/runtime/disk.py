@@ -24,9 +24,14 @@ def check_output(output: str | Path, key: str = "output") -> None:
     if not str(output).strip():
         raise ValueError(f"{key}={output!r}: expected a directory; name one, e.g. {key}=runs/first")
     path = Path(output).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists() or parent.is_symlink())
+    try:
+        existing = next(parent for parent in (path, *path.parents) if parent.exists() or parent.is_symlink())
+    except (OSError, ValueError) as error:  # too long a name, or one with a null character
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{key}={output}: can't be the name of a directory ({why}); choose another {key}") from error
     if not existing.is_dir():
-        raise ValueError(f"{key}={output}: {existing} is a file, expected a directory; choose another {key}")
+        what = f"a link to {os.readlink(existing)}, which does not exist" if existing.is_symlink() else "a file"
+        raise ValueError(f"{key}={output}: {existing} is {what}, expected a directory; choose another {key}")
     try:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(bytes(PROBE_BYTES))

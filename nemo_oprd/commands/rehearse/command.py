@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.options import add_config, config_of, json_file, positive
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.commands.plan.estimate import Estimate, Lengths, RankKind, estimate
 from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster
 from nemo_oprd.commands.rehearse import layers
@@ -23,6 +23,7 @@ from nemo_oprd.commands.rehearse.known_waits import unknown_waits
 from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains
+from nemo_oprd.setup.named_files import check_models
 from nemo_oprd.setup.resolve import RunSpec, resolve
 
 # a larger difference between what was measured and what `plan` says is reported
@@ -110,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
             "teacher.placement=dedicated for the student's part"
         )
     layers.make_bridge_importable(options.layers, config)
+    check_models(config, origin(options))
     run_spec = resolve(config, options.ranks)
     prompt = options.prompt_tokens or config.data.max_prompt_tokens or 256
     response = min(options.response_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
