@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from nemo_oprd.config.messages import build, check_key, takes
 from nemo_oprd.config.overrides import key_of, parse
 from nemo_oprd.config.schema import Config
-from nemo_oprd.config.secret_values import refuse_secrets
+from nemo_oprd.config.secret_values import refuse_secrets, without_secrets
 from nemo_oprd.config.yaml_files import composed_files
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+P = ParamSpec("P")
 
 
 def default_config_dir() -> Path:
@@ -30,6 +33,22 @@ def default_config_dir() -> Path:
     return packaged if packaged.is_dir() else package.parent / "conf"
 
 
+def _hiding_secrets(load: Callable[P, Config]) -> Callable[P, Config]:
+    """`load`, whose errors quote no password of an address: several libraries put values into their messages."""
+
+    @functools.wraps(load)
+    def hiding(*args: P.args, **kwargs: P.kwargs) -> Config:
+        try:
+            return load(*args, **kwargs)
+        except ValueError as error:
+            if (hidden := without_secrets(str(error))) != str(error):
+                raise ValueError(hidden) from None
+            raise
+
+    return hiding
+
+
+@_hiding_secrets
 def load_config(name: str, overrides: list[str] | None = None, config_dir: str | Path | None = None) -> Config:
     """Composes configuration `name` with Hydra-style `overrides` (`train.lr=1e-4`, `loss=group_entry`) and checks it.
 
@@ -77,8 +96,15 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
                 f"command line: {key}={value} can't be set, because the key above it holds no group of keys; expected "
                 f"another value there: set {key.rpartition('.')[0]} as a whole"
             ) from error
-    if any(value is None or isinstance(value, dict) for _, value in settings):
-        merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
+    wholes = [key for key, value in settings if value is None or isinstance(value, dict)]
+    if wholes:
+        try:
+            merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
+        except OmegaConfBaseException as error:
+            raise ValueError(
+                f"command line: {' or '.join(wholes)} is set to a group of keys, or to null, where the schema has "
+                "something else; expected a value of its type: correct it"
+            ) from error
     return _checked(merged, name, {key for key, _ in settings})
 
 
@@ -124,6 +150,7 @@ def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list
     return groups, settings
 
 
+@_hiding_secrets
 def from_composed(composed: Any, name: str, overridden: Collection[str] = (), sections: Collection[str] = ()) -> Config:
     """The configuration in `composed`, which Hydra has composed; keys that it lacks have their defaults. It is checked.
 

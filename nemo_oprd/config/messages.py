@@ -139,7 +139,7 @@ def _unknown_key(root: type, key: str, where: str) -> str:
     known = [each.name for each in keys(root)]
     if key in known:  # YAML takes the dot for a letter
         group, _, name = key.rpartition(".")
-        return f"{where}: unknown key {key!r}, with a dot in its name; expected {name} inside the group {group}: nest it"
+        return f"{where}: unknown key {key!r}, with a dot in its name; expected {name} in the group {group}: nest it"
     near = " or ".join(map(repr, _meant(key, known)))
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(types_of(root))}, or a key in them"
     return f"{where}: unknown key {key!r}; {hint}"

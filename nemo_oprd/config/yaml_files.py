@@ -38,7 +38,7 @@ class YamlFile:
 
 
 def composed_files(directory: Path, name: str, choices: dict[str, Any]) -> list[YamlFile]:
-    """The files that Hydra composes for configuration `name`, in its order: of two that set a key, the later one counts.
+    """The files that Hydra composes for configuration `name`, in its order: what a later one sets counts.
 
     Args:
         choices: files that the command line chooses, by the folder that they are in.

@@ -7,18 +7,18 @@
 
 What a directory is shows in the files that its command writes first (`signs`), so directories of earlier versions and
 copies are recognised, too. Hidden files say nothing. Files that a command writes alone have `check_file`. Imports
-nothing but the standard library and `runtime/files.py`.
+nothing but the standard library, `runtime/disk.py` and `runtime/files.py`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from nemo_oprd.runtime.disk import check_place
 from nemo_oprd.runtime.files import kind_of
 
 
@@ -116,11 +116,7 @@ def check_directory(
     if directory.exists() and not directory.is_dir():
         what = kind_of(directory) or "a file"
         raise ValueError(f"{key}={directory}: {directory} is {what}, expected a directory; {fix}")
-    if place := _shared_place(directory):
-        raise ValueError(
-            f"{key}={directory} is {place}, where the files of {mine.what} would lie among others'; expected a "
-            f"directory of its own: choose e.g. {key}=runs/first"
-        )
+    check_place(directory, key)
     visible = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     visible = [name for name in visible if not name.startswith(".") and name not in _LOGS]
     own = {*mine.writes, *writes, *(sign.split("/")[0] for sign in mine.signs if isinstance(sign, str))}
@@ -140,28 +136,6 @@ def check_directory(
             f"or empty directory, or {mine.what}: {fix}"
         )
     _check_above(directory, key)
-
-
-# directories of the system, in which nobody looks for a result; mounted volumes such as /output are not among them
-_OF_SYSTEM = {
-    *("/bin", "/boot", "/dev", "/dev/shm", "/etc", "/home", "/lib", "/lib64", "/media", "/mnt", "/opt", "/run"),
-    *("/sbin", "/srv", "/tmp", "/usr", "/usr/local", "/var", "/var/tmp"),
-}
-# everything below these is the kernel's, but for memory that is used as a disk
-_OF_KERNEL, _MEMORY = (Path("/dev"), Path("/proc"), Path("/sys")), Path("/dev/shm")
-
-
-def _shared_place(directory: Path) -> str | None:
-    """What a directory is that no command may fill, whoever owns it; None for all others."""
-    place = directory.resolve()
-    if place == Path(place.anchor):
-        return "the root of the file system"
-    if place == Path(os.path.expanduser("~")).resolve():
-        return "a home directory"
-    if str(place) in _OF_SYSTEM:
-        return "a directory of the system"
-    of_kernel = any(place.is_relative_to(each) for each in _OF_KERNEL) and not place.is_relative_to(_MEMORY)
-    return "a place of the kernel's" if of_kernel else None
 
 
 def check_file(file: Path, command: str, key: str, mark: str) -> None:

@@ -83,7 +83,7 @@ def _files(config: Config, command: str) -> Iterator[NamedFile]:
     reads_prompts = command not in _MODELS_ALONE and (replay is None or command in ("data", "doctor"))
     if reads_prompts and (command != "evaluate" or data.held_out):
         for file in data.train_files:
-            yield NamedFile("data.train", file, _PROMPTS, "set data.train=FILE", formats)
+            yield NamedFile("data.train", file, _PROMPTS, "give its path in data.train=FILE", formats)
     # contamination alone is looked for in the sets that are there
     evaluates = command in ("evaluate", "doctor") or (command == "train" and config.evaluation.every > 0)
     if reads_prompts and evaluates:
