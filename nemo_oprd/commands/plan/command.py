@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
-    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
+    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, or 256")
     parser.add_argument(
         "--response-tokens",
         type=positive,
