@@ -11,12 +11,13 @@ import argparse
 import json
 from pathlib import Path
 
-from nemo_oprd.commands.options import add_config, config_of, json_file
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, shortened
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_prompts_given
+from nemo_oprd.setup.named_files import check_files
 from nemo_oprd.setup.prompt_files import FORMAT, prepare_prompts, say_shares
 
 
@@ -34,6 +35,7 @@ def run(options: argparse.Namespace) -> None:
     file_made = json_file(options, r'\{\s*"format":')
     config = config_of(options)
     check_prompts_given(config)
+    check_files(config, "data", origin(options))
     report = DataReport()
     prepared = prepare_prompts(config, report)
     say_shares(config, [len(prompts) for prompts in prepared.files], report)

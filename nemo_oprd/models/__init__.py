@@ -21,7 +21,7 @@ from nemo_oprd.models.families.qwen import QWEN2, QWEN3
 from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized
 from nemo_oprd.models.text_tower import language_model_config
 from nemo_oprd.models.weight_files import refuse_adapter
-from nemo_oprd.runtime.files import read_json
+from nemo_oprd.runtime.files import kind_of, read_json
 
 # this project's own, by `model_type`
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -85,7 +85,8 @@ def read_hf_config(path: str | Path) -> dict:
     if Path(path).is_file():
         raise ValueError(f"{path}: is a file; expected the directory of a Hugging Face model: name the directory")
     if not Path(path).is_dir():
-        raise ValueError(f"{path}: no such directory; expected that of a Hugging Face model: download it first")
+        found = f"is {kind_of(path)}" if kind_of(path) else "no such directory"
+        raise ValueError(f"{path}: {found}; expected that of a Hugging Face model: download it first")
     refuse_adapter(Path(path))
     if not file.is_file():
         megatron = (Path(path) / ".metadata").is_file()

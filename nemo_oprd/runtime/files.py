@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,10 +108,33 @@ def flush_tree(directory: Path) -> None:
         flush(path)
 
 
+_KINDS = {
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def kind_of(path: str | Path) -> str:
+    """What is at `path` other than a file or a directory, for messages ("a device"); empty if it is neither.
+
+    Reading a named pipe waits for a writer, and reading /dev/zero never ends, so neither is opened.
+    """
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")
+    except (OSError, ValueError):  # there is nothing, or a name that no file can have
+        return ""
+
+
 def why_no_file(path: str | Path, *extensions: str) -> str:
     """What is at `path` in place of a file with one of the `extensions` (".jsonl"), for messages."""
     path = Path(path)
     if not path.is_dir():
+        if kind := kind_of(path):
+            return f"is {kind}"
+        if path.is_symlink():
+            return f"is a link to {os.readlink(path)}, which does not exist"
         return "no such file"
     found = sorted(each.name for each in path.iterdir() if each.is_file() and each.suffix in extensions)
     if not found:
@@ -127,11 +151,9 @@ def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
     Raises:
         ValueError: the file doesn't exist, isn't JSON, or holds something other than an object.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; expected {expected}: {fix}") from None
-    content = parse_json(data, str(path), expected, fix)
+    if not path.is_file():
+        raise ValueError(f"{path}: {why_no_file(path, path.suffix)}; expected {expected}: {fix}")
+    content = parse_json(path.read_bytes(), str(path), expected, fix)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, expected {expected}; {fix}")
     return content

@@ -76,6 +76,31 @@ def capture(options: CaptureOptions) -> None:
     """
     if world_size() > 1:
         raise ValueError(f"capture on {world_size()} ranks: expected one, which starts the server: leave out torchrun")
+    try:
+        _capture(options)
+    except ValueError as error:
+        raise ValueError(_with_options(str(error))) from error
+
+
+# what messages say for training -> what the command has; the first one that fits counts
+_OWN_WORDS = (
+    ("teacher.vllm.python=None: ", "--python is not given: "),
+    ("teacher.vllm.python=", "--python "),
+    ("teacher.vllm.", "--"),
+    ("set teacher.engine=megatron, or choose another teacher", "choose another model"),
+    ("teacher.engine=vllm", "capture"),
+    ("rollout.replay=", "--prompts "),
+)
+
+
+def _with_options(message: str) -> str:
+    """A message of the parts that training uses, too, with this command's options in place of keys."""
+    for key, own in _OWN_WORDS:
+        message = message.replace(key, own)
+    return message
+
+
+def _capture(options: CaptureOptions) -> None:
     check_output(str(options.output))
     check_directory(options.output, "capture", "--output")
     spec = read_served_spec(options.model)

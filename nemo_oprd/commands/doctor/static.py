@@ -87,8 +87,7 @@ def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt])
     yield file_checks.templates(student.tokenizer, teacher.tokenizer, taught[0], reads)
     yield file_checks.vocabularies(student, teacher, reads)
     yield file_checks.rope(student.spec, teacher.spec)
-    limits = dict([run.response_limit]) if run.rollout.replay is None else {}
-    yield from config_values(student, teacher, response_tokens=limits, shares_ids=reads != "text")
+    yield from config_values(run, student, teacher, number=number, shares_ids=reads != "text")
     if not TEACHER_KINDS[run.teacher.weights].own_model:
         text = f"teacher.weights={run.teacher.weights}: the teacher is the student, with a prompt of its own"
         yield Finding("same weights", "skipped", text)

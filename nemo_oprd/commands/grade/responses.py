@@ -34,7 +34,7 @@ from nemo_oprd.evaluation.intervals import CI
 from nemo_oprd.evaluation.responses import FIX, Response, read_responses
 from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
 from nemo_oprd.runtime.disk import check_output
-from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.files import kind_of, write_atomically
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 
@@ -212,7 +212,8 @@ def find(target: Path) -> list[Evaluation]:
         return [Evaluation(_label(directory), directory, {target.stem: target})]
     directory = target.parent if target.name == GENERATIONS else target
     if not directory.is_dir():
-        raise ValueError(f"{target}: there is no such file or directory, expected responses to grade; {FIX}")
+        found = f"is {kind_of(target)}" if kind_of(target) else "there is no such file or directory"
+        raise ValueError(f"{target}: {found}, expected responses to grade; {FIX}")
     files = {file.stem: file for file in sorted((directory / GENERATIONS).glob("[!.]*.jsonl"))}
     inner = sorted((directory / EVALUATIONS).glob("*"))
     found = [each for path in inner if any((path / GENERATIONS).glob("[!.]*.jsonl")) for each in find(path)]

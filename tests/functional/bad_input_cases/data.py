@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,8 @@ case("corrupt parquet", "a parquet file of other bytes", "prompts.parquet: not a
 case("parquet without a column", "a parquet file without prompts", "prompts.parquet, row 0: none of the fields | write rows", PARQUET, prepare=lambda p: parquet(p, {"text": ["1"]}))
 case("prompts too long", "prompts that are all too long", "data.max_prompt_tokens=1 | every prompt is longer | raise it", "data.max_prompt_tokens=1")
 case("no room for a response", "a prompt as long as the model's positions", "prompt 0 has | 64 positions | data.max_prompt_tokens", prepare=prompt_file(json.dumps({"prompt": "1" * 80}) + "\n"))
+case("device for prompts", "a device where a prompt file belongs", "data.train=/dev/zero: is a device | expected a .parquet or .jsonl file", "data.train=/dev/zero")
+case("sets of a shipped configuration", "a set of a shipped configuration that was not downloaded", "data.validation.aime24=data/aime24.parquet: no such file | conf/oprd_1p5b.yaml names it, not the command line | set data.validation.aime24=FILE, or do without by data.validation={} evaluation.every=0", arguments=("--config-name", "oprd_1p5b"))
 case("no validation file", "a validation file that does not exist", "nowhere.jsonl: no such file", "data.validation.held={root}/nowhere.jsonl", command="evaluate")
 case("no validation set", "`evaluate` without a set", "data.validation is empty | name at least one", command="evaluate", arguments=("no validation",))
 case("set with a path as its name", "a set whose name is no file name", "has a set 'a/b' | expected letters, digits | rename the set", "data.validation={a/b: {root}/prompts.jsonl}", command="evaluate", arguments=("no validation",))
@@ -95,7 +98,8 @@ case("held out of nothing", "a held-out share without training prompts", "data.h
 case("held out without answers", "held-out problems without answers", "data.held_out=0.499 of data.train: problem 6 has no answer | add an answer", "data.held_out=0.499", "data.train={root}/again.jsonl", command="evaluate", prepare=lambda p: p.write(p.root / "again.jsonl", [{"prompt": "1+1="}, *({"prompt": f"{n}+1="} for n in range(9))]))
 case("contaminated", "validation problems in the training prompts, with `data.contamination=refuse`", "data.contamination=refuse: 3 of 3 problems of held stand in data.train | expected none | set data.contamination=drop", "data.contamination=refuse", "data.validation={held: {root}/prompts.jsonl}")
 case("all contaminated", "training prompts that are all in a validation set, with `data.contamination=drop`", "remains to train on | data.contamination=drop | expected at least one", "data.contamination=drop", "data.validation={held: {root}/prompts.jsonl}")
-case("no chat template file", "a chat template that does not exist", "template.jinja: can't be read | expected a file with a Jinja template | correct the path", TEMPLATE, library=r"be read \((.*?)\);")
+case("no chat template file", "a chat template that does not exist", "data.chat_template={root}/template.jinja: no such file | expected a file with a Jinja template | correct the path", TEMPLATE)
+case("pipe for a chat template", "a named pipe where a chat template belongs", "template.jinja: is a named pipe (FIFO) | expected a file with a Jinja template", TEMPLATE, prepare=lambda p: os.mkfifo(p.root / "template.jinja"))
 case("broken chat template", "a file that is no Jinja template", "template.jinja: not a Jinja template | expected one as in a model's chat_template.jinja | correct it", TEMPLATE, prepare=template("{% for m in messages %}"), library=r"template \((.*)\);")
 case("reserved variable", "a variable of a chat template that belongs to the project", "data.chat_template_args.tokenize=False | expected one that the template reads | remove it", "data.chat_template_args={tokenize: false}")
 

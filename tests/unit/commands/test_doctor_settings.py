@@ -101,8 +101,8 @@ def files(config: dict[str, Any], **changes: Any) -> Any:
     ],
 )
 def test_config_values(student: Any, teacher: Any, code: str | None) -> None:
-    limits = {"rollout.max_new_tokens": 256}
-    found = list(config_values(student, teacher, response_tokens=limits, shares_ids=False))
+    run = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "rollout.max_new_tokens=256"])
+    found = list(config_values(run, student, teacher, shares_ids=False))
     assert codes(found) == ([] if code is None else [code])
     if code == "rope-theta-differs":
         theta = f"{teacher.spec.rope.theta:g}"
