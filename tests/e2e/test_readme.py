@@ -271,10 +271,10 @@ def test_a_teacher_of_another_width(project: Path, pools: Pools, tmp_path: Path,
 
     teacher, more = tmp_path / "teacher", ["bridge.prompts=32", f"teacher.reads={reads}"]
     if reads == "text":
-        make_bpe_teacher(teacher, steps=1, layers=2, hidden=48, batch=4)
+        make_bpe_teacher(teacher, steps=2, layers=2, hidden=48, batch=4)
         more.append("alignment.min_coverage=0")
     else:
-        one = {"steps": 1, "student_step": 1, "layers": 2, "hidden": 48, "batch": 4, "warmup_steps": 1}
+        one = {"steps": 2, "student_step": 1, "layers": 2, "hidden": 48, "batch": 4, "warmup_steps": 1}
         few = {"train_prompts": 4, "tune_prompts": 4, "heldout_prompts": 4}
         build_pair(Recipe(seed=1, **one, **few), tmp_path, lambda _: None)
     for number, command in enumerate(BRIDGE):
