@@ -174,7 +174,7 @@ class TeacherConfig(ModelConfig):
     engine: Learned[TeacherEngine] = "megatron"
     """who computes its states: Megatron in this job, or vLLM servers, which run any family that vLLM has
 
-    With `vllm` the run starts servers that load the model from `hf_path` (docs/teachers.md).
+    With `vllm` the run starts servers that load the model from `hf_path` (docs/teacher_placement.md).
     """
     vllm: TeacherServerConfig = field(default_factory=TeacherServerConfig)
     placement: Free[Literal["colocated", "dedicated"]] = "colocated"
@@ -184,7 +184,7 @@ class TeacherConfig(ModelConfig):
     reads: Learned[Literal["ids", "text"]] = "ids"
     """the student's token ids, or the text in the teacher's own tokens and chat template
 
-    Where the tokenizers differ, `text` is the only choice (see `AlignmentConfig`).
+    Where the tokenizers differ, `text` is the only choice (docs/tokenizers.md).
     """
     prompt: Learned[str | None] = None
     """template of the prompt that the teacher reads: {prompt}, {answer}, {hint}; null: the student's
@@ -212,7 +212,7 @@ class TeacherConfig(ModelConfig):
     resident_microbatches: Free[Literal["auto"] | PositiveInt | None] = None
     """microbatches with targets in memory at a time; null: all; auto: what fits
 
-    Microbatches of the student, of a step; `distillation/target_budget.py` says what fits.
+    Microbatches of the student, of a step.
     """
     offload: Free[bool] = False
     """keep the weights in host memory while the teacher computes nothing

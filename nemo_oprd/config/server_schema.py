@@ -115,7 +115,7 @@ class ServerConfig:
 
 @dataclass(config=STRICT)
 class TeacherServerConfig(ServerConfig):
-    """The servers of `teacher.engine=vllm` (docs/teachers.md)."""
+    """The servers of `teacher.engine=vllm` (docs/teacher_placement.md)."""
 
     check_every: Free[NonNegativeInt] = 50
     """steps after which every server shows its states of the canary again; 0: at starts only (docs/canary.md)"""

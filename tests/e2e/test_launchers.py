@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from default_signals import default_signals
 
 ROOT = Path(__file__).parent.parent.parent
 ENDS_WITHIN_S = 15
@@ -47,7 +48,7 @@ class Job:
         with self.log.open("w") as log:
             self.launcher = subprocess.Popen(
                 [*command, str(directory), "train", "--config-name", "quickstart", *overrides],
-                cwd=ROOT, env=environment, stdout=log, stderr=log,
+                cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=default_signals,
             )  # fmt: skip
         self.ranks: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`scripts/real_model.sh`, the README's third command, with few updates: a first start, a second one, and bad input."""
+"""`scripts/real_model.sh`, with few updates: a first start, a second one, and bad input."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def run(
     prompt, with what an earlier "cancel" has completed as `done`, "generate last" before an update; "full" samples
     while responses can't be kept, "slow" while the first one is kept only when all were asked for. "lose" samples while
     the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
-    response and counts bytes.
+    response and counts the bytes of objects.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
@@ -272,10 +272,10 @@ def run(
 
     Returns:
         "sampled": per "generate" and "lose", (ids, log-probabilities, finish reason) of each response, and "metrics";
-        "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes pickled for other ranks);
-        "kept" per call, (index, ids, log-probabilities) of every response that a rank kept, by index; and the "error"
-        that ended the plan. "seconds" of each part of the plan, and when the last one ended; per rank, "digested" is
-        the number of buckets whose digest it computed.
+        "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes of the largest object that a
+        rank pickled for others); "kept" per call, (index, ids, log-probabilities) of every response that a rank kept,
+        by index; and the "error" that ended the plan. "seconds" of each part of the plan, and when the last one ended;
+        per rank, "digested" is the number of buckets whose digest it computed.
     """
     import torch.distributed as dist
 
@@ -298,9 +298,10 @@ def run(
     for part in parts:
         assert (part["sampled"], part["error"]) == (found["sampled"], found["error"])
     kept = [sorted(one for part in calls for one in part) for calls in zip(*(p["kept"] for p in parts), strict=True)]
+    counted = [max(of_ranks) for of_ranks in zip(*(part["counted"] for part in parts), strict=True)]  # equal tokens
     digested = [part["digested"] for part in parts]
     said = [line for part in parts for line in part["said"]]
-    return {**found, "kept": kept, "said": said, "digested": digested}
+    return {**found, "kept": kept, "counted": counted, "said": said, "digested": digested}
 
 
 @contextmanager
@@ -402,7 +403,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         elif kind == "count":
             with object_bytes() as sent:
                 rollouts = made.generate(asked, replace(sampling, max_new_tokens=int(number)))
-            found["counted"].append((sum(len(r.response_ids) for r in rollouts), sent[0]))
+            found["counted"].append((sum(len(r.response_ids) for r in rollouts), max(sent)))
         elif kind in ("full", "slow"):
             made.generate(asked, sampling, keep=full if kind == "full" else slow(root, keep))
         else:

@@ -501,12 +501,16 @@ from nemo_oprd.observability.rollout_files import RolloutFile, RolloutFiles
 from nemo_oprd.runtime import aside
 from nemo_oprd.runtime.exits import run_as_command
 
-aside.LEAVE_S = 1.0
+aside.LEAVE_S, file, go_on = float(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+
+def text(ids):
+    while not go_on.exists():
+        time.sleep(0.02)
+    return "text"
 
 def work():
-    files = RolloutFiles(lambda ids: time.sleep(float(sys.argv[1])) or "text")
-    files.write([RolloutFile(Path(sys.argv[2]), [Rollout([1], [2])])])
-    time.sleep(0.3)
+    files = RolloutFiles(text)
+    files.write([RolloutFile(file, [Rollout([1], [2])])])
     files.finish(failed=True)
     raise ValueError("the student is on fire")
 
@@ -514,16 +518,18 @@ run_as_command(work)
 """
 
 
-@pytest.mark.parametrize(("takes_s", "is_written"), [(0.6, True), (60.0, False)])
-def test_an_error_is_told_before_files_are_waited_for(tmp_path: Path, takes_s: float, is_written: bool) -> None:
+@pytest.mark.parametrize(("leave_s", "is_written"), [(60.0, True), (1.0, False)])
+def test_an_error_is_told_before_files_are_waited_for(tmp_path: Path, leave_s: float, is_written: bool) -> None:
     """Which have some seconds after that; no process stays behind."""
-    file = tmp_path / "step.jsonl"
-    command = [sys.executable, "-c", FAILS, str(takes_s), str(file)]
+    file, go_on = tmp_path / "step.jsonl", tmp_path / "go-on"
+    command = [sys.executable, "-c", FAILS, str(leave_s), str(file), str(go_on)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as failing:
         assert failing.stderr is not None
         assert failing.stderr.readline() == "error: the student is on fire\n"
         told = time.monotonic()
         assert not file.exists()
+        if is_written:
+            go_on.touch()
         rest = failing.stderr.read()  # until the process that writes has ended, too
         assert failing.wait() == 2 and time.monotonic() - told < 20
     assert file.exists() == is_written
