@@ -70,10 +70,10 @@ def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
     some = prompts[:: -(-len(prompts) // RENDERED_PROMPTS)]
     shares_ids = teacher_reads(run) != "text"
     yield from tokenized(run, student.tokenizer, files.teachers[0].tokenizer if shares_ids else None, some)
-    rendered = _rendered(run, files, some)
-    for alike in filter(None, (prompts_alike(source, texts) for source, texts in rendered.items())):
+    texts_of = _rendered(run, files, some)
+    for alike in filter(None, (prompts_alike(source, texts) for source, texts in texts_of.items())):
         yield Finding("prompt tokens", "warning", alike, code="prompts-alike")
-    yield from instructions(rendered)
+    yield from instructions(texts_of)
 
 
 def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt]) -> Iterator[Finding]:
