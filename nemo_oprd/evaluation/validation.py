@@ -150,7 +150,8 @@ class Validation:
         """Warns of a teacher that is worse than the student, such as one that was exchanged with it."""
         teacher = self._config.teacher
         # one of several teachers has some problems only, and one with a prompt of its own knows more than they tell
-        comparable = TEACHER_KINDS[teacher.weights].own_model and teacher.prompt is None and not self._config.teachers
+        own_model = TEACHER_KINDS[teacher.weights].own_model
+        comparable = own_model and not self._config.own_prompts and not self._config.teachers
         if comparable and dist.get_rank() == 0:
             evaluations = Path(self._config.output) / EVALUATIONS
             for line in worse_teacher(evaluations / step_directory(0), evaluations / "teacher"):

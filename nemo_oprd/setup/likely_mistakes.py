@@ -40,7 +40,7 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
         if inputs is not None:
             taught_by = run.models.routing.teachers_of(request.data_source for request in some)
             own = [request for request, teacher in zip(some, taught_by, strict=True) if teacher == number]
-            texts = [inputs.teacher.render(list(request.teacher_messages), True) for request in own]
+            texts = [inputs.teacher.render(request.teacher_messages, True, request.tools) for request in own]
             name = run.models.teachers[number].model.key if run.config.teachers else "the teacher"
             found.append(prompts_alike(f"data.train as {name} reads it", texts))
     yield from filter(None, found)
