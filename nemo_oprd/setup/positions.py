@@ -87,8 +87,9 @@ def too_few_positions(
         if prompt is not None and prompt >= student.max_positions:
             end = "`train` refuses prompts that leave no room for a response"
         yield _finding("student", student, f"{key}={limit}{after}", end, tokens)
-    own_text = config.teacher.reads != "ids" or config.teacher.prompt is not None
+    reads_text = config.teacher.reads != "ids"
     for number, teacher in teachers.items():
+        own_text = reads_text or config.has_own_prompt(number)
         read = tokens if own_text else min(tokens, student.max_positions)
         if teacher is student or read <= teacher.max_positions:
             continue
