@@ -5,6 +5,9 @@
   that is not there is a warning, which fails `mkdocs build --strict`.
 - Lists are indented by the width of their marker, as on GitHub; Python-Markdown wants four spaces, and an empty line
   before an item that follows the second paragraph of another.
+- Pictures drawn with characters have no button for copying, which would lie on them.
+- A `|` of code in tables loses the backslash that it needs on GitHub. Long keys, names and paths there break after
+  their dots, slashes and underscores, and nowhere else (site.css).
 - Formulas become MathML, which browsers show without a script.
 """
 
@@ -21,9 +24,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+# the longest word of code in a table that is never broken, such as `student.hf_path`
+UNBROKEN = 20
 BESIDE_DOCS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PICTURE = re.compile(r"^```(\n(?:(?!```).*\n)*?.*[│┌└┬].*\n(?:(?!```).*\n)*```)$", flags=re.MULTILINE)
 ITEM = re.compile(r"([-*]|\d+\.) ")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+CELL_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
+CELL = re.compile(r"<td[^>]*>.*?</td>", flags=re.DOTALL)
+LONG_WORD = re.compile(rf"\S{{{UNBROKEN + 1},}}")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', flags=re.DOTALL)
 log = logging.getLogger("mkdocs.hooks.docs")
 
@@ -54,7 +63,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     fenced = False
     lines = []
-    for line in markdown.split("\n"):
+    for line in PICTURE.sub("``` {.text .no-copy}\\1", markdown).split("\n"):
         fenced ^= line.startswith("```")
         if not fenced:
             if ITEM.match(line) and lines and lines[-1].startswith("    "):
@@ -65,12 +74,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """The page's HTML with its formulas as MathML."""
+    """The page's HTML with its formulas as MathML, and with the places where code in tables may break."""
 
     def mathml(formula: re.Match[str]) -> str:
         return convert(html.unescape(formula[2]).strip(), display="block" if formula[1] == "div" else "inline")
 
-    return FORMULA.sub(mathml, content)
+    def breakable(word: re.Match[str]) -> str:
+        return re.sub(r"(?<=[\w}])([._/])(?=\w)(?!(?:py|sh|md|yaml|jsonl?)\b)", r"\1<wbr>", word[0])
+
+    def cell(found: re.Match[str]) -> str:
+        return CELL_CODE.sub(lambda code: LONG_WORD.sub(breakable, code[0].replace(r"\|", "|")), found[0])
+
+    return CELL.sub(cell, FORMULA.sub(mathml, content))
 
 
 def _root(config: MkDocsConfig) -> Path:

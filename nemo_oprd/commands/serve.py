@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.config.schema import Config
-from nemo_oprd.rollout.vllm.launch import check_flags, check_head_size, check_model, find_python, server_arguments
+from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.server import server_command, server_environment
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE, read_tokens
 from nemo_oprd.setup.resolve import resolve_model, resolve_served, servers_ids
@@ -68,7 +68,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _serve_student(config: Config, options: argparse.Namespace, listen: list[str]) -> NoReturn:
     """Replaces this process by the server; returns only by an error."""
-    check_flags(config.rollout.vllm)
     student = resolve_model(config.student, "student")
     spec = student.spec
     check_model(config.rollout.vllm.tensor, spec)

@@ -1,8 +1,8 @@
 """The keys of the schema, each with what stands at its field: type, default, meaning, and rule for resumed runs.
 
-A field's docstring is its key's meaning: the first paragraph for docs/configuration.md, the others for readers of the
-schema. `Free`, `Learned` and `Fixed` (`types.py`) around its type, or around that of its group, say whether a run that
-goes on may change it.
+A field's docstring is its key's meaning, as docs/configuration.md shows it: a first paragraph without a full stop, and
+further sentences. `Free`, `Learned` and `Fixed` (`types.py`) around its type, or around that of its group, say whether
+a run that goes on may change it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,17 @@ class Key:
     @property
     def meaning(self) -> str:
         """The first paragraph of the field's docstring, in one line. Raises KeyError for a field without one."""
-        return " ".join(_docstrings(self.owner)[self.name.rpartition(".")[2]].split("\n\n")[0].split())
+        return self._paragraphs[0]
+
+    @property
+    def details(self) -> str:
+        """The other paragraphs of the field's docstring, in one line; empty if there are none."""
+        return " ".join(self._paragraphs[1:])
+
+    @property
+    def _paragraphs(self) -> list[str]:
+        docstring = _docstrings(self.owner)[self.name.rpartition(".")[2]]
+        return [" ".join(paragraph.split()) for paragraph in docstring.split("\n\n")]
 
 
 def keys(root: type, prefix: str = "", rule: Rule | None = None) -> Iterator[Key]:

@@ -36,8 +36,8 @@ class RepresentationLossConfig:
     weight: Weight = 1.0
     """weight of the hidden-state term (the paper's mu), or its schedule over the updates
 
-    A schedule is a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}], see
-    `WeightStage`.
+    A schedule is a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}] (docs/runs.md,
+    "Schedules").
     """
     kind: str = "mse"
     """mse, normalized_mse, cosine, or MODULE:FUNCTION of your own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -94,6 +94,12 @@ class ParallelConfig:
         )
 
 
+def _check_system_prompt(text: str | None, key: str) -> str | None:
+    if text is not None and not text.strip():
+        raise ValueError(f"{key}={text!r}: expected text that is not blank; write it, or set null")
+    return text
+
+
 @dataclass(config=STRICT)
 class ModelSource:
     """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint."""
@@ -168,7 +174,7 @@ class TeacherConfig(ModelConfig):
     engine: Learned[TeacherEngine] = "megatron"
     """who computes its states: Megatron in this job, or vLLM servers, which run any family that vLLM has
 
-    With `vllm` the run starts servers that load the model from `hf_path` (docs/teachers.md).
+    With `vllm` the run starts servers that load the model from `hf_path` (docs/teacher_placement.md).
     """
     vllm: TeacherServerConfig = field(default_factory=TeacherServerConfig)
     placement: Free[Literal["colocated", "dedicated"]] = "colocated"
@@ -178,7 +184,7 @@ class TeacherConfig(ModelConfig):
     reads: Learned[Literal["ids", "text"]] = "ids"
     """the student's token ids, or the text in the teacher's own tokens and chat template
 
-    Where the tokenizers differ, `text` is the only choice (see `AlignmentConfig`).
+    Where the tokenizers differ, `text` is the only choice (docs/tokenizers.md).
     """
     prompt: Learned[str | None] = None
     """template of the prompt that the teacher reads: {prompt}, {answer}, {hint}; null: the student's
@@ -186,6 +192,15 @@ class TeacherConfig(ModelConfig):
     The template replaces the last message, for which {prompt} stands; {answer} and {hint} are fields of the prompt
     file.
     """
+    system_prompt: Learned[str | None] = None
+    """system message that the teacher reads, in place of a row's or before all others; null: the student's
+
+    With this key or one of the next two, the teacher reads a prompt of its own, in its own chat template.
+    """
+    chat_template: Learned[FilePath | None] = None
+    """Jinja file in place of the chat template of the teacher's tokenizer; null: its own"""
+    chat_template_args: Learned[dict[str, Any]] = field(default_factory=dict)
+    """variables for the teacher's chat template, merged over `data.chat_template_args`"""
     weights: Learned[TeacherWeights] = "own"
     """its own, or the student's: current, moving average, or before training
 
@@ -197,7 +212,7 @@ class TeacherConfig(ModelConfig):
     resident_microbatches: Free[Literal["auto"] | PositiveInt | None] = None
     """microbatches with targets in memory at a time; null: all; auto: what fits
 
-    Microbatches of the student, of a step; `distillation/target_budget.py` says what fits.
+    Microbatches of the student, of a step.
     """
     offload: Free[bool] = False
     """keep the weights in host memory while the teacher computes nothing
@@ -212,6 +227,7 @@ class TeacherConfig(ModelConfig):
                 f"teacher.prompt={self.prompt!r}: expected a text with {{prompt}}, which stands for what the student "
                 "reads; put it in"
             )
+        _check_system_prompt(self.system_prompt, "teacher.system_prompt")
         if self.placement == "colocated" and self.ranks is not None:
             raise ValueError(f"teacher.ranks={self.ranks} is for teacher.placement=dedicated; set it to null")
         return self
@@ -229,10 +245,21 @@ class TeacherSource(ModelSource):
     """directory of its bridge; null: it has the student's shape"""
     name: Free[str | None] = None
     """its name in metrics; null: its data sources"""
+    system_prompt: Learned[str | None] = None
+    """system message that it reads; null: `teacher.system_prompt`"""
+    chat_template: Learned[FilePath | None] = None
+    """Jinja file in place of the chat template of its tokenizer; null: `teacher.chat_template`"""
+    chat_template_args: Learned[dict[str, Any]] = field(default_factory=dict)
+    """variables for its chat template, merged over `teacher.chat_template_args`"""
     engine: Learned[TeacherEngine | None] = None
     """who computes its states; null: `teacher.engine`"""
     endpoints: Free[list[str] | None] = None
     """addresses of its servers, which somebody else runs; null: `teacher.vllm.endpoints`"""
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _check_own_system_prompt(cls, text: str | None) -> str | None:
+        return _check_system_prompt(text, "system_prompt")
 
     @property
     def label(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Collection
@@ -18,11 +19,10 @@ from nemo_oprd.config.schema import Config
 HEADER = """# Configuration keys
 
 Every key of a configuration: its type, its default, its meaning, and the files in `conf/` that set it. This page is
-made from the schema (`nemo_oprd/config/*schema.py`) by `python -m nemo_oprd.config.reference_page`, and a test compares
-the two. A key is set in a YAML file or on the command line (`train.lr=1e-4`), where a key of text takes any text as it
-stands, and lists and groups follow Hydra's syntax (`"data.train=['a b.jsonl',c.jsonl]"`). In paths, `~` is the user's
-home directory. A violated rule between keys is an error that names the keys ([errors.md](errors.md)). What else is to
-be known about a key stands below its field in the schema."""
+made from the schema that the program checks against. A key is set in a YAML file or on the command line
+(`train.lr=1e-4`), where a key of text takes any text as it stands, and lists and groups follow Hydra's syntax
+(`"data.train=['a b.jsonl',c.jsonl]"`). In paths, `~` is the user's home directory. A violated rule between keys is an
+error that names the keys ([errors.md](errors.md))."""
 
 
 def type_name(hint: Any) -> str:
@@ -53,9 +53,12 @@ def value_name(value: Any) -> str:
 
 
 def meaning(key: Key, known: Collection[str]) -> str:
-    """What a key means; those of several teachers are mostly those of one teacher."""
+    """What a key means, with links to pages; those of several teachers are mostly those of one teacher."""
     same = key.name.replace("teachers.", "teacher.")
-    return f"as `{same}`" if key.name.startswith("teachers.") and same in known else key.meaning
+    if key.name.startswith("teachers.") and same in known:
+        return f"as `{same}`"
+    text = f"{key.meaning}. {key.details}" if key.details else key.meaning
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
 
 
 def set_in(directory: Path) -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ class TrainConfig:
     """updates on the same rollouts
 
     With sampled_token every update after the first weighs a token by the ratio of its probability to that under the
-    student that sampled it (`losses/divergences.py`).
+    student that sampled it (docs/losses.md).
     """
     tokens_per_microbatch: Free[PositiveInt] = 16384
     """tokens of a packed microbatch"""

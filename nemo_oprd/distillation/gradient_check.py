@@ -49,7 +49,7 @@ def _random_rollouts(distiller: Distiller) -> list[Rollout]:
         source = distiller.routing.example(number)
         ids = known[draw.integers(0, len(known), (2 * distiller.student.role.layout.data, 16))]
         for row in ids:
-            teacher_prompt = None if config.teacher.prompt is None else row[12:]
+            teacher_prompt = row[12:] if config.has_own_prompt(number) else None
             rollouts.append(
                 Rollout(row[:4], row[4:12], data_source=source, teacher_prompt_ids=teacher_prompt, logprobs=uniform)
             )

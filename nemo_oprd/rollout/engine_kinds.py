@@ -19,7 +19,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron_bridge.provider import BRIDGE
 from nemo_oprd.rollout.vllm.endpoint import check_endpoints
-from nemo_oprd.rollout.vllm.launch import check_flags, check_head_size, check_model, find_python
+from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 
 if TYPE_CHECKING:
@@ -130,7 +130,6 @@ def _build_in_process(
 
 def _check_vllm(rollout: RolloutConfig, spec: ModelSpec) -> None:
     check_model(rollout.vllm.tensor, spec)
-    check_flags(rollout.vllm)
     check_endpoints(rollout.vllm.endpoints, rollout.vllm.token_file)
     if not rollout.vllm.endpoints:
         find_python(rollout.vllm)

@@ -1,1 +1,1 @@
-"""A teacher behind vLLM servers: they compute its states, and its ranks only ask for them (docs/teachers.md)."""
+"""A teacher behind vLLM servers: they compute its states, for which its ranks ask (docs/teacher_placement.md)."""

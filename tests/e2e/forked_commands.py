@@ -15,7 +15,7 @@ from pool import Pools, WorkerError
 def python(
     pools: Pools, arguments: list[str], directory: Path, logs: Path, ranks: int = 1, patience_s: float = 240
 ) -> str:
-    """What the first rank of `python ARGUMENTS` in `directory` prints to stdout. They begin with a script or with -m.
+    """What the first rank of `python ARGUMENTS` in `directory` prints to stdout. They begin with a script, -m or -c.
 
     Raises:
         AssertionError: a rank ended with another status than 0; holds the ends of all that the ranks printed.
@@ -39,7 +39,9 @@ def run(arguments: list[str], directory: Path, logs: Path) -> None:
     sys.argv = arguments[module:]
     sys.path.insert(0, "" if module else str(Path(arguments[0]).parent))
     try:
-        if module:
+        if arguments[0] == "-c":
+            exec(arguments[1], {"__name__": "__main__"})
+        elif module:
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(arguments[0], run_name="__main__")

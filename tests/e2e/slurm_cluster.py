@@ -11,6 +11,9 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
+
+from default_signals import default_signals
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = tuple(f"n{number}" for number in range(10))
@@ -120,7 +123,8 @@ class SlurmCluster:
 
     def _start(self, command: list[str]) -> None:
         log = (self.directory / f"{command[0]}-{len(self._daemons)}.log").open("w")
-        self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
+        settings: dict[str, Any] = {"env": self.environment, "stdout": log, "stderr": log}
+        self._daemons.append(subprocess.Popen(command, preexec_fn=default_signals, **settings))  # jobs inherit it
 
     def idle(self, nodes: tuple[str, ...] = NODES) -> bool:
         """Whether nothing runs on any of the nodes."""

@@ -86,7 +86,7 @@ def test_a_second_interrupt_ends_it_at_once(results: dict[str, Any]) -> None:
     found = results["second_interrupt"]
     assert found["codes"][0] == -2  # by the signal itself
     assert found["codes"][1] in (1, -2)  # or by the watchdog, where it waited for the first in a collective
-    assert found["seconds"] < 6
+    assert found["seconds"] < 15  # a step that is held would go on for minutes
     assert found["orphans"] == []
 
 

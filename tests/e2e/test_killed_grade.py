@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from default_signals import default_signals
 
 PROBLEMS = 2000
 PATIENCE_S = 120
@@ -41,6 +42,7 @@ def test_killed(tmp_path: Path, number: signal.Signals, job: bool) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "nemo_oprd", "grade", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=default_signals,
     )  # fmt: skip
     part, until = tmp_path / "grades" / ".sums.part.jsonl", time.monotonic() + PATIENCE_S
     while not (part.is_file() and part.read_bytes().count(b"\n") > 3) and time.monotonic() < until:

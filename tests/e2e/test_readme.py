@@ -30,12 +30,19 @@ from pool import Pools
 Completed = subprocess.CompletedProcess[str]
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
+MY_MODELS = (ROOT / "docs" / "my_models.md").read_text()
+
+
+def blocks(kind: str, document: str) -> list[str]:
+    """The fenced blocks of a kind, such as "yaml"."""
+    return re.findall(rf"```{kind}\n(.*?)```", document, flags=re.DOTALL)
+
+
+def commands(document: str) -> list[str]:
+    return [line.strip() for block in blocks("bash", document) for line in block.splitlines() if line.strip()]
+
+
+COMMANDS = commands(README)
 # run elsewhere: the test command is what runs this file; sbatch has tests/e2e/test_slurm.py, and the real model has
 # tests/e2e/test_real_model.py
 ELSEWHERE = ("bash scripts/test.sh", "bash scripts/real_model.sh", "sbatch ")
@@ -43,6 +50,10 @@ WITH_VLLM = [command for command in COMMANDS if "rollout.engine=vllm" in command
 QUICKSTART, *OTHERS = [
     command for command in COMMANDS if not command.startswith(ELSEWHERE) and command not in WITH_VLLM
 ]
+BRIDGE = [command for command in commands(MY_MODELS) if command not in COMMANDS]
+# settings with which the page's commands are short; and of its `doctor`
+QUICK = "rollout.max_new_tokens=40 train.steps=2 train.prompts_per_step=4 evaluation.every=0 evaluation.samples=1"
+FEW = "--prompts 4 --problems 4"
 SHORT = "train.steps=4 train.prompts_per_step=4 evaluation.every=2 evaluation.limit=4 train.save_every=2"
 
 
@@ -69,6 +80,11 @@ def make_project(copy: Path, hidden: int) -> None:
     build_pair(recipe, copy / "runs" / "toy", lambda _: None)
     write_settings(copy / "runs" / "toy" / "toy.json", hidden=128)
     (copy / ".venv" / "ready").write_text("")
+    toy = {"models": "", "data/prompts.jsonl": "prompts/train.jsonl", "data/problems.jsonl": "prompts/heldout.jsonl"}
+    for place, file in toy.items():
+        (copy / place).parent.mkdir(exist_ok=True)
+        (copy / place).symlink_to(copy / "runs" / "toy" / file)
+    (copy / "my_models.yaml").write_text(blocks("yaml", README)[0])
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +96,7 @@ def running(project: Path, pools: Pools, tmp_path_factory: pytest.TempPathFactor
     def in_turn(command: str) -> str:
         for earlier in waits_for(command):
             begun[earlier].result()
-        program, *words = shlex.split(command, comments=True)
-        if program not in ("python", "torchrun"):
-            return run(command, project).stdout
-        ranks = 1
-        if program == "torchrun":
-            assert words[:4] == ["--nproc-per-node", "2", "-m", "nemo_oprd"]
-            ranks, words = 2, words[2:]
-        return python(pools, words, project, logs / str(OTHERS.index(command)), ranks)
+        return forked(command, pools, project, logs / str(OTHERS.index(command)))
 
     threads = ThreadPoolExecutor(2)
     begun[QUICKSTART] = threads.submit(lambda: run(f"{QUICKSTART} {SHORT}", project).stdout)
@@ -95,6 +104,20 @@ def running(project: Path, pools: Pools, tmp_path_factory: pytest.TempPathFactor
         begun[command] = threads.submit(in_turn, command)
     yield begun
     threads.shutdown(cancel_futures=True)
+
+
+def forked(command: str, pools: Pools, project: Path, logs: Path, *more: str) -> str:
+    """What a command prints, with further arguments; its processes are forked if it is one of Python or torchrun."""
+    program, *words = shlex.split(command, comments=True)
+    if program not in ("python", "torchrun"):
+        return run(command, project).stdout
+    ranks = 1
+    if program == "torchrun":
+        assert words[:4] == ["--nproc-per-node", "2", "-m", "nemo_oprd"]
+        ranks, words = 2, words[2:]
+    if "my_models" in words:
+        words += [*QUICK.split(), *(FEW.split() if "doctor" in words else ()), *more]
+    return python(pools, words, project, logs, ranks)
 
 
 def write_settings(file: Path, hidden: int) -> None:
@@ -106,10 +129,12 @@ def write_settings(file: Path, hidden: int) -> None:
 
 
 def waits_for(command: str) -> list[str]:
-    """Commands before it whose output it names; the quickstart's are the quickstart's configuration and run."""
+    """Commands before it whose output it names; the quickstart's are the quickstart's configuration and run, those of
+    my_models.yaml the ones before."""
     words = re.split(r"[\s=]", command)
     needed = [QUICKSTART] if "quickstart" in command else []
     for earlier in OTHERS[: OTHERS.index(command)]:
+        needed += [earlier] if "my_models" in command and "my_models" in earlier else []
         needed += [earlier for output in re.findall(r"output[= ](\S+)", earlier) if output in words]
     return needed
 
@@ -170,7 +195,7 @@ def test_readme_has_the_two_commands() -> None:
     assert COMMANDS[:2] == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
 
 
-def test_quickstart(project: Path, running: dict[str, Future[str]]) -> None:
+def test_quickstart(project: Path, running: dict[str, Future[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The script, on the tiny pair and with few steps: conversion, training at two ranks, table, export, curves."""
     printed = running[QUICKSTART].result()
     rows = [line.split()[:3] for line in printed.splitlines() if line.startswith("heldout")]
@@ -188,9 +213,13 @@ def test_quickstart(project: Path, running: dict[str, Future[str]]) -> None:
     assert list((quickstart / "tensorboard").iterdir())
     assert "<svg" in (quickstart / "report.html").read_text()
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    AutoModelForCausalLM.from_pretrained(quickstart / "hf")
+    *_, report, export, own, page = printed.splitlines()
+    assert report.startswith("next: nemo-oprd report runs/quickstart ") and page == "runs/quickstart/report.html"
+    assert own.split()[0] == "docs/my_models.md"
+    monkeypatch.chdir(project)
+    exec(f"import transformers; {export.strip()}")  # as the run has printed it
     assert AutoTokenizer.from_pretrained(quickstart / "hf").decode([3, 4]) == "01"
 
 
@@ -219,10 +248,44 @@ def test_quickstart_refuses_a_pair_of_another_version(project: Path, tmp_path: P
 def test_command(running: dict[str, Future[str]], command: str) -> None:
     """Every other command of the README, after those whose output it reads."""
     printed = running[command].result()
+    if "doctor" in command:
+        assert printed.splitlines()[-1].startswith("0 wrong"), printed
+    if "from transformers" in command:
+        assert "'role': 'assistant'" in printed
     if "--against reference" in command:
         last = printed.strip().splitlines()[-1]
         assert "largest gradient deviation" in last
         assert float(last.split()[-1]) < 1e-5
+
+
+def test_the_page_of_my_models_is_the_readmes_section() -> None:
+    """One file and four commands; the page's others are about bridges."""
+    assert blocks("yaml", MY_MODELS)[0] == blocks("yaml", README)[0]
+    assert len(blocks("yaml", README)[0].splitlines()) == 15
+    assert [command in COMMANDS for command in commands(MY_MODELS)] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", ["ids", "text"])
+def test_a_teacher_of_another_width(project: Path, pools: Pools, tmp_path: Path, reads: str) -> None:
+    """The page's two commands; with a teacher that reads text, one of another tokenizer, too."""
+    from bpe_teacher import make_bpe_teacher
+
+    from nemo_oprd.commands.toy.pair import Recipe, build_pair
+
+    teacher, more = tmp_path / "teacher", ["bridge.prompts=32", f"teacher.reads={reads}"]
+    if reads == "text":
+        make_bpe_teacher(teacher, steps=2, layers=2, hidden=48, batch=4)
+        more.append("alignment.min_coverage=0")
+    else:
+        one = {"steps": 2, "student_step": 1, "layers": 2, "hidden": 48, "batch": 4, "warmup_steps": 1}
+        few = {"train_prompts": 4, "tune_prompts": 4, "heldout_prompts": 4}
+        build_pair(Recipe(seed=1, **one, **few), tmp_path, lambda _: None)
+    for number, command in enumerate(BRIDGE):
+        outputs = [f"output=runs/wide_{reads}"] if " train " in command else []
+        own = command.replace("runs/my_bridge", f"runs/my_bridge_{reads}")
+        forked(own, pools, project, tmp_path / str(number), *more, f"teacher.hf_path={teacher}", *outputs)
+    assert (project / "runs" / f"wide_{reads}" / "hf" / "model.safetensors").exists()
 
 
 def test_a_mistake_is_one_line(project: Path) -> None:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import vllm_environment
+from default_signals import default_signals
 from safetensors.torch import load_file, save_file
 
 from nemo_oprd.commands.toy import task
@@ -139,7 +140,9 @@ def start_server(site: Site, name: str, *more: str) -> tuple[subprocess.Popen, s
     command = [sys.executable, "-m", "nemo_oprd", "serve", *listen, "--token-file", str(site.directory / "token")]
     command += site.overrides(site.pair, *more)
     given = environment() | {"VLLM_API_KEY": API_KEY}
-    process = subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=given, stdout=log, stderr=log, start_new_session=True, preexec_fn=default_signals
+    )
     return process, f"unix://{at}" if name == "other_ids" else f"http://127.0.0.1:{port}"
 
 

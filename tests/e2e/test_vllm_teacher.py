@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import vllm_environment
+from default_signals import default_signals
 from tiny_models import save_random_bridge
 from vllm_teacher import make_model
 
@@ -130,7 +131,8 @@ def test_two_runs_share_a_server(tmp_path: Path) -> None:
     serve += ["--token-file", str(token), "--config-name", "verify", *common]
     layouts = {1: [], 2: ["student.parallel.tensor=2", "student.parallel.sequence=true"]}
     with log.open("wb") as out:
-        server = subprocess.Popen(serve, env=environment(tmp_path), stdout=out, stderr=out)
+        piped = {"stdout": out, "stderr": out}
+        server = subprocess.Popen(serve, env=environment(tmp_path), preexec_fn=default_signals, **piped)
     try:
         while not token.exists():
             assert server.poll() is None, log.read_text()

@@ -43,6 +43,24 @@ def weights_of_train(overrides: list[str]) -> list[int]:
     return steps
 
 
+def read_for_digests(overrides: list[str]) -> list[str]:
+    """Trains; the files of checkpoints that this rank has read for their digests, by their paths in there."""
+    from unittest import mock
+
+    from nemo_oprd.checkpointing import directory
+
+    names: list[str] = []
+
+    def reading(file: Path) -> str:
+        names.append(str(file).split("iter_", 1)[1].split("/", 1)[1])
+        return sha256_of(file)
+
+    sha256_of = directory.sha256_of
+    with mock.patch.object(directory, "sha256_of", reading):
+        run_train(overrides)
+    return names
+
+
 def said_by_train(overrides: list[str]) -> list[str]:
     """What each rank writes to stderr in a training run."""
     with contextlib.redirect_stderr(io.StringIO()) as said:

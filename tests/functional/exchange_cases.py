@@ -74,7 +74,7 @@ def share(folder: str, machines: str, parts: list[dict[int, int]], preferred: tu
     fixed = not any(array.flags.writeable for found in kept for columns in found.values() for array in columns.values())
     files, everybody = left_in(folder), [None] * dist.get_world_size()
     dist.all_gather_object(everybody, right and (fixed or len(parts) == 1))
-    return [sorted(kept[0]), all(everybody), exchange._leaders, files, sent[0]]
+    return [sorted(kept[0]), all(everybody), exchange._leaders, files, sum(sent)]
 
 
 def without_room(folder: str, machines: str, small: int, disk: str, full: tuple[str, ...]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def rollouts_of_first_rank(machines: str) -> list[Any]:
         right = got == given and list(got) == [7, 2] and (got[7].expert_routes == one.expert_routes).all()
         everybody = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, bool(right and got[2].expert_routes is None))
-        found.append([all(everybody), sent[0]])
+        found.append([all(everybody), sum(sent)])
     return found
 
 

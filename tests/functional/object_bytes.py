@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 @contextmanager
 def object_bytes() -> Iterator[list[int]]:
-    """Counts the bytes of what this rank gives to object collectives."""
-    sent, gather, spread = [0], dist.all_gather_object, dist.broadcast_object_list
+    """The bytes of each object that this rank gives to object collectives."""
+    sent, gather, spread = list[int](), dist.all_gather_object, dist.broadcast_object_list
 
     def gathering(values: list[Any], value: Any, **more: Any) -> None:
-        sent[0] += len(pickle.dumps(value))
+        sent.append(len(pickle.dumps(value)))
         gather(values, value, **more)
 
     def spreading(values: list[Any], *arguments: Any, **more: Any) -> None:
-        sent[0] += len(pickle.dumps(values))
+        sent.append(len(pickle.dumps(values)))
         spread(values, *arguments, **more)
 
     with mock.patch.multiple(dist, all_gather_object=gathering, broadcast_object_list=spreading):

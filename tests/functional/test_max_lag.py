@@ -283,7 +283,7 @@ def agrees_with_the_server(
     for step in range(1, STEPS + 1):
         gradient, optimizer, push = (of[step, phase] for phase in ("gradient", "optimizer", "sync"))
         assert gradient.ended <= optimizer.began + CLOCK_S and optimizer.ended <= push.began + CLOCK_S
-        assert abs(optimizer.began - noted[step - 1]["optimizer"]) < 0.1
+        assert optimizer.began <= noted[step - 1]["optimizer"] + CLOCK_S <= optimizer.ended + 2 * CLOCK_S
         apart = [each for each in samplings if each.ended < push.began + CLOCK_S or push.ended < each.began + CLOCK_S]
         assert apart == samplings, "nothing is sampled during a push"
     ends = [line["time"] for line in calls if line["call"] == "/finish_weight_update"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from default_signals import default_signals
 from layout_cases import LAYERS, Workbench, read_result
 from pool import Pools, WorkerError
 from served_teachers import ServedTeachers, asks, through_a_bridge
@@ -54,9 +55,8 @@ class Serve:
     def _start(self) -> subprocess.Popen:
         self.socket.unlink(missing_ok=True)
         with self.log.open("ab") as out:
-            return subprocess.Popen(
-                self._command, stdout=out, stderr=out, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-            )
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            return subprocess.Popen(self._command, stdout=out, stderr=out, env=environment, preexec_fn=default_signals)
 
     def _keep(self) -> None:
         while True:

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,26 +253,29 @@ def run(
     nodes: bool = False,
     deadline: float = 300.0,
     memory: str | None = None,
+    say_after: float = 30.0,
 ) -> dict[str, Any]:
     """Carries out a plan.
 
     "load 1" and "update 2" give weights, "change 3" changes them without an update; "kill" ends all servers, "occupy"
-    the memory of the GPUs. "generate" samples a response to each prompt, with what an earlier "cancel" has completed as
-    `done`, "generate last" before an update; "full" samples while responses can't be kept, "slow" while the first one
-    is kept only when all were asked for. "lose" samples while the last controller's client process is killed, "lose
-    idle" after that. "count 6" samples at most 6 tokens per response and counts bytes.
+    the memory of the GPUs, and "stop" asks the first rank to stop after a moment. "generate" samples a response to each
+    prompt, with what an earlier "cancel" has completed as `done`, "generate last" before an update; "full" samples
+    while responses can't be kept, "slow" while the first one is kept only when all were asked for. "lose" samples while
+    the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
+    response and counts the bytes of objects.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
         deadline: seconds after which a broadcast of weights is given up.
         memory: see `shared_gpus`; None: servers don't share GPUs.
+        say_after: seconds after which a line says which server is waited for.
 
     Returns:
         "sampled": per "generate" and "lose", (ids, log-probabilities, finish reason) of each response, and "metrics";
-        "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes pickled for other ranks);
-        "kept" per call, (index, ids, log-probabilities) of every response that a rank kept, by index; and the "error"
-        that ended the plan. "seconds" of each part of the plan, and when the last one ended; per rank, "digested" is
-        the number of buckets whose digest it computed.
+        "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes of the largest object that a
+        rank pickled for others); "kept" per call, (index, ids, log-probabilities) of every response that a rank kept,
+        by index; and the "error" that ended the plan. "seconds" of each part of the plan, and when the last one ended;
+        per rank, "digested" is the number of buckets whose digest it computed.
     """
     import torch.distributed as dist
 
@@ -283,6 +287,7 @@ def run(
             with (
                 shared_gpus(root, memory) if memory else nullcontext(),
                 counted_digests(found),
+                mock.patch("nemo_oprd.runtime.waiting.SAY_AFTER_S", say_after),
                 engine(root, overrides, students, vocab_limit, deadline) as made,
             ):
                 _carry_out(plan, made, found, root)
@@ -293,9 +298,10 @@ def run(
     for part in parts:
         assert (part["sampled"], part["error"]) == (found["sampled"], found["error"])
     kept = [sorted(one for part in calls for one in part) for calls in zip(*(p["kept"] for p in parts), strict=True)]
+    counted = [max(of_ranks) for of_ranks in zip(*(part["counted"] for part in parts), strict=True)]  # equal tokens
     digested = [part["digested"] for part in parts]
     said = [line for part in parts for line in part["said"]]
-    return {**found, "kept": kept, "said": said, "digested": digested}
+    return {**found, "kept": kept, "counted": counted, "said": said, "digested": digested}
 
 
 @contextmanager
@@ -345,6 +351,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
     import torch.distributed as dist
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
+    from nemo_oprd.runtime.signals import Signals
 
     killed: list[int] = []
     asked, done, step, changed = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0, 0
@@ -377,6 +384,10 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             made.update_weights(lambda: weights(changed).items(), step)
         elif kind == "change":
             changed = int(number)
+        elif kind == "stop":
+            signals.enter_context(Signals())
+            if dist.get_rank() == 0:
+                threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
         elif kind == "occupy":
             (Path(root) / "memory").touch()
         elif kind == "kill":
@@ -392,7 +403,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         elif kind == "count":
             with object_bytes() as sent:
                 rollouts = made.generate(asked, replace(sampling, max_new_tokens=int(number)))
-            found["counted"].append((sum(len(r.response_ids) for r in rollouts), sent[0]))
+            found["counted"].append((sum(len(r.response_ids) for r in rollouts), max(sent)))
         elif kind in ("full", "slow"):
             made.generate(asked, sampling, keep=full if kind == "full" else slow(root, keep))
         else:
@@ -405,6 +416,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))
 
-    for what in plan:
-        with timed(found):
-            carry_out(what)
+    with ExitStack() as signals:
+        for what in plan:
+            with timed(found):
+                carry_out(what)

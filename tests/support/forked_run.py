@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.support.default_signals import default_signals
+
 RANKS = 2
 ORPHANS_GONE_S = 5.0
 ATTEMPT_S = 120.0
@@ -151,6 +153,7 @@ def _fork_rank(rank: int, port: int, arguments: list[str], log: Path, install: C
         return pid
     try:
         os.setsid()
+        default_signals()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)

@@ -181,7 +181,7 @@ class Examination:
     def _compared_on(self, number: int) -> Problems | str:
         """The problems on which the student and teacher `number` are compared, or why they are not."""
         teacher, student = self.files.teachers[number], self.files.student
-        if not TEACHER_KINDS[self.run.teacher.weights].own_model or self.run.teacher.prompt is not None:
+        if not TEACHER_KINDS[self.run.teacher.weights].own_model or self.run.own_prompts:
             return "the teacher knows more than a validation problem tells (teacher.prompt), so it can't be compared"
         room = min(student.spec.max_positions, teacher.spec.max_positions)
         problems = self._problems(number, [student.tokenizer, self._reader(number).tokenizer], room)
@@ -211,7 +211,7 @@ class Examination:
         named = self.config.teacher_sources[number].data_sources
         for name, read in validation_problems(self.config).items():
             problems = [p for p in read if p.answer is not None and (named is None or p.data_source in named)]
-            fitting = [p for p in problems if all(len(t.encode_prompt(list(p.messages))) < room for t in tokenizers)]
+            fitting = [p for p in problems if all(len(t.encode_prompt(p.messages, p.tools)) < room for t in tokenizers)]
             if fitting:
                 drawn = prompt_order(len(fitting), self.config.seed, 0, min(self.settings.problems, len(fitting)))
                 return name, [fitting[i] for i in sorted(drawn)]
@@ -220,7 +220,7 @@ class Examination:
     def _solved(self, engine: RolloutEngine, tokenizer: Tokenizer, of_set: Problems) -> sample_checks.Answers:
         """What one response to each problem of a set shows; grades count on the first rank only."""
         evaluation, (name, problems) = self.config.evaluation, of_set
-        requests = [Request(tokenizer.encode_prompt(list(p.messages)), answer=p.answer) for p in problems]
+        requests = [Request(tokenizer.encode_prompt(p.messages, p.tools), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
         limit = int(evaluation.max_new_tokens or 0)
         rollouts = engine.generate(requests, SamplingParams(evaluation.temperature, evaluation.top_p, limit, key))
@@ -228,6 +228,7 @@ class Examination:
         solved, without_answer = [False] * len(problems), 0
         if dist.get_rank() == 0:
             choice = GraderChoice(evaluation.graders, evaluation.judge)
+            choice.read(name, ((problem.data_source, problem.answer or "") for problem in problems))
             pairs = zip(texts, problems, strict=True)
             grades = [choice.of(name, problem.data_source)(text, problem.answer or "") for text, problem in pairs]
             solved = [grade.correct for grade in grades]

@@ -55,6 +55,7 @@ def evaluate(sampling: SamplingSpec) -> None:
             stack.callback(RunLock(Path(config.output)).undo)
             generations.check()  # again under the lock: another process may have used the directory until here
         init_distributed()
+        model.check_files()
 
         @cache
         def engine() -> RolloutEngine:

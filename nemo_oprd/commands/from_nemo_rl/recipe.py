@@ -23,7 +23,12 @@ from nemo_oprd.runtime.files import why_no_file
 
 # longer values are cut off in messages
 _LONGEST = 80
-_RESOLVERS: dict[str, Callable[..., Any]] = {"mul": operator.mul, "div": operator.truediv, "max": max}
+_RESOLVERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
 
 
 def load_recipe(path: str | Path) -> dict[str, Any]:
@@ -39,9 +44,9 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     try:
         plain = OmegaConf.to_container(_inherited(Path(path), ()), resolve=True)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: {' '.join(str(error).split())}; expected a recipe of NeMo-RL: correct the file"
-        ) from error
+        what = " ".join(str(error).split())
+        fix = "set that variable" if "Environment variable" in what else "correct the file"
+        raise ValueError(f"{path}: {what}; expected a recipe of NeMo-RL: {fix}") from error
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
 
@@ -135,6 +140,8 @@ class Recipe:
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
         self._read: set[str] = set()
+        # the group with the settings of the loop: `distillation`, or `grpo` for multi-teacher distillation
+        self.algorithm = "distillation"
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` where there is none or null. Marks the key, and all below it, as read."""

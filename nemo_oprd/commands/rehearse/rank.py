@@ -78,9 +78,16 @@ def failure_of(error: Exception) -> dict[str, Any]:
     here = str(Path(__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(PACKAGE))]
     own = [frame for frame in frames if not frame.filename.startswith(here)] or frames
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    said = f"{type(error).__name__}: {error}" if str(error).strip() else _without_message(error)
+    text = " ".join(said.split())[:400]
     file = str(Path(own[-1].filename).relative_to(PACKAGE.parent)) if own else "torch"
     return {"code": "failed", "file": file, "line": own[-1].lineno if own else 0, "text": text}
+
+
+def _without_message(error: Exception) -> str:
+    """An error that says nothing, with the line of code that raised it."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} without a message at {raised.filename}:{raised.lineno}: {raised.line}"
 
 
 def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:

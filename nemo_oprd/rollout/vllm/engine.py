@@ -10,6 +10,7 @@ A client process that dies ends the round, too, and the next one has another cli
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.ticket import VllmTicket
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush, digest_in
-from nemo_oprd.runtime.signals import agree
+from nemo_oprd.runtime.signals import StoppedWaiting, agree
+
+logger = logging.getLogger(__name__)
 
 
 class VllmEngine(Generates):
@@ -123,13 +126,16 @@ class VllmEngine(Generates):
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. Returns once every server has the weights and has proved it.
 
+        A signal that asks the run to stop ends the wait for a server. Then none has the weights, and the next call that
+        samples is cancelled, on all ranks.
+
         Raises:
             ValueError: a server refuses the weights, or died too often.
         """
         self._stream = weights
         if self._any_sleeps:
             gpu_memory.release()
-        self._version = self._push.push(weights, step)
+        self._give(weights, step)
         self.weights = Weights(step, digest_in(self._version))
         self._asleep = 0
 
@@ -165,7 +171,8 @@ class VllmEngine(Generates):
         self._wake_up()
         limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
         ticket = VllmTicket(requests, sampling, dict(done or {}), keep, Task(requests, sampling, *limits))
-        self._rounds.begin(ticket, self._version, self.weights)
+        if self._version:
+            self._rounds.begin(ticket, self._version, self.weights)
         return ticket
 
     def collect(
@@ -178,8 +185,7 @@ class VllmEngine(Generates):
         """
         assert isinstance(ticket, VllmTicket)
         while ticket.missing():
-            if ticket.under_way is None:
-                self._rounds.begin(ticket, self._version, self.weights)
+            self._go_on(ticket)
             self._complete_round(ticket, should_cancel)
         sampled = self._rounds.shared(ticket, ticket.own)
         self._finish(ticket, last=last)
@@ -196,8 +202,7 @@ class VllmEngine(Generates):
         """
         assert isinstance(ticket, VllmTicket)
         while not enough(ticket.complete):
-            if ticket.under_way is None:
-                self._rounds.begin(ticket, self._version, self.weights)
+            self._go_on(ticket)
             if not self._rounds.watch(ticket, enough, should_cancel or (lambda: False)):
                 self._complete_round(ticket, should_cancel)
         return self._rounds.given(ticket)
@@ -220,6 +225,14 @@ class VllmEngine(Generates):
         given = self._rounds.given(ticket, first_tokens)
         self._finish(ticket, last=False)
         return given
+
+    def _go_on(self, ticket: VllmTicket) -> None:
+        """Begins a round unless one is under way; GenerationCancelled if the servers have no weights."""
+        if ticket.under_way is not None:
+            return
+        if not self._version:
+            raise GenerationCancelled({**ticket.done, **self._rounds.shared(ticket, ticket.own)})
+        self._rounds.begin(ticket, self._version, self.weights)
 
     def _complete_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> None:
         """Waits for a round to its end, and prepares the next one if servers have died.
@@ -271,7 +284,15 @@ class VllmEngine(Generates):
     def _push_again(self) -> None:
         """Gives servers that lost the weights the same ones once more."""
         assert self._stream is not None
-        self._version = self._push.push(self._stream, self.weights.steps, self._version)
+        self._give(self._stream, self.weights.steps, self._version)
+
+    def _give(self, stream: WeightStream, step: int, version: str | None = None) -> None:
+        """Pushes weights; there is no version afterwards if a signal ended the wait for a server."""
+        try:
+            self._version = self._push.push(stream, step, version)
+        except StoppedWaiting as stopped:
+            logger.info(str(stopped))
+            self._version = ""
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""

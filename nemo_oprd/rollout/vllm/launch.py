@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BATCHED_TOKENS = 4096
 # of `precision`, as vLLM names them
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_NOT_FLAGS = ("--host", "--port", "--uds", "--grpc-port", "--api-key", "--middleware", "--root-path")
 
 
 def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
@@ -39,17 +39,6 @@ def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
             f"`bash scripts/setup_vllm.sh`, or set {key}.python"
         )
     return python
-
-
-def check_flags(settings: ServerConfig, key: str = "rollout.vllm") -> None:
-    """Raises ValueError if the `flags` would let others in, or would show a secret to them; `key` as above."""
-    for flag in map(str, settings.flags):
-        name = flag.partition("=")[0].replace("_", "-")
-        if name in _NOT_FLAGS:
-            raise ValueError(
-                f"{key}.flags holds {name}, but a run alone says where its servers listen and who may call "
-                "them; expected other arguments of vLLM: remove it (docs/security.md)"
-            )
 
 
 def check_model(tensor: int, spec: ModelSpec) -> None:
@@ -119,7 +108,8 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
         arguments += ["--distributed-executor-backend", "mp"]
     overrides = _config_overrides(directory)
     if overrides:
-        if any(str(flag).partition("=")[0].replace("_", "-") == _OVERRIDES for flag in rollout.vllm.flags):
+        names = [re.split(r"[=.+]", str(flag), maxsplit=1)[0].replace("_", "-") for flag in rollout.vllm.flags]
+        if any(name.startswith("--hf-o") and _OVERRIDES.startswith(name) for name in names):
             raise ValueError(
                 f"rollout.vllm.flags holds {_OVERRIDES}, but servers of the model in {directory} need "
                 f"{json.dumps(overrides)} of this run; expected other flags: change config.json in a copy of the model"

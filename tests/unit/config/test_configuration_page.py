@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def test_a_keys_meaning_is_the_first_paragraph_below_its_field() -> None:
     assert described["teacher.offload"] == "keep the weights in host memory while the teacher computes nothing"
     assert described["loss.output.temperature"] == "of both distributions"  # inherited
     assert described["loss.output.k"] == "size of the top sets"  # declared again, with the meaning of its base
+
+
+def test_nobody_has_to_read_python_for_a_meaning() -> None:
+    """All paragraphs below a field are there, with links to pages; none names a module or a class of the schema."""
+    page, links = PAGE.read_text(), re.compile(r"\[(\w+\.md)\]\(\1\)")
+    plain = links.sub(r"docs/\1", page)
+    details = [key.details for key in keys(Config) if not key.is_group and key.details]
+    assert len(details) > 40 and all(each.replace("|", "\\|") in plain for each in details)
+    assert "unless long responses go on over updates (`mode`)" in page
+    assert not re.search(r"docs/\w+\.md|schema\.py|losses/|distillation/|`[A-Z]\w+Config`", page)
 
 
 def test_a_key_without_a_meaning_is_refused() -> None:

@@ -49,9 +49,9 @@ def test_last_balanced_box(text, boxed):
 
 def test_extraction_is_linear_in_the_length():
     """A degenerate response may open thousands of boxes; rescanning from each took minutes."""
-    start = time.perf_counter()
+    start = time.process_time()
     assert extract_boxed(r"\boxed{" * 20_000) is None
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def boxed(text: str) -> str:

@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from default_signals import default_signals
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.observability import rollout_files, rollout_lines
@@ -115,7 +116,7 @@ def test_signals_to_the_job_do_not_end_the_writer(tmp_path: Path) -> None:
     started, sent = subprocess.Popen, []
 
     def start(*arguments: Any, **settings: Any) -> subprocess.Popen:
-        process = started(*arguments, **settings)
+        process = started(*arguments, preexec_fn=default_signals, **settings)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             process.send_signal(number)
             sent.append(number)

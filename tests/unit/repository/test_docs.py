@@ -42,6 +42,22 @@ def test_the_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "in nemo_oprd/train.py." in pages["index.html"]
     assert 'href="../contributing/#versions"' in pages["cluster/index.html"]
     assert pages["design/index.html"].count("<math") > 30
+    assert '<div class="no-copy highlight">' in pages["index.html"]
+    assert "no-copy" not in pages["my_models/index.html"]
+    keys = pages["configuration/index.html"]
+    assert "<code>student.hf_path</code>" in keys and "student.<wbr>parallel.<wbr>first_<wbr>stage_<wbr>layers" in keys
+    assert ">constant | cosine;" in re.sub("expected ", ">", pages["errors/index.html"])
+
+
+def test_pictures_fit() -> None:
+    """Drawn with characters, on a page that is 1300 pixels wide."""
+    found = 0
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```\n(.*?)^```$", document.read_text(), flags=re.DOTALL | re.MULTILINE):
+            if re.search("[│┌└┬]", block):
+                found += 1
+                assert max(map(len, block.splitlines())) <= 90, f"{document.name}: {block}"
+    assert found >= 2
 
 
 def test_mistakes_fail_the_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

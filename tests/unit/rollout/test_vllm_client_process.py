@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from default_signals import default_signals
 
 from nemo_oprd.rollout.vllm import segments
 from nemo_oprd.rollout.vllm.channel import Channel
@@ -61,7 +64,8 @@ def gone_now(process: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_to_the_job_leave_it_to_its_parent(number: signal.Signals) -> None:
     """It ends when it is closed."""
-    client = ClientProcess()
+    with mock.patch.object(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=default_signals)):
+        client = ClientProcess()
     child = client.pid
     assert child is not None
     deadline = time.monotonic() + 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -67,10 +67,11 @@ def test_a_call_ends_when_its_server_dies(ending: Server, monkeypatch: pytest.Mo
 class Sampling(Ending):
     """A server that samples for somebody else, and pauses once it has ended that."""
 
-    pause_s = 1.0
+    has_ended: Callable[[], bool]
 
     def do_POST(self) -> None:
-        time.sleep(self.pause_s)
+        while not type(self).has_ended():
+            time.sleep(0.02)
         self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -95,6 +96,12 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
     """Nobody else uses a server of the run's own: one that does not pause has a fault."""
     monkeypatch.setattr(update_calls, "CALL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(update_calls, "SAY_AFTER_S", 0.1)
+    over = threading.Event()
+
+    def has_ended() -> bool:
+        return over.is_set() or (expected is None and "samples for somebody else" in caplog.text)
+
+    monkeypatch.setattr(Sampling, "has_ended", staticmethod(has_ended), raising=False)
     http = ThreadingHTTPServer(("127.0.0.1", 0), Sampling)
     http.daemon_threads = True
     threading.Thread(target=http.serve_forever, daemon=True).start()
@@ -108,6 +115,7 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
             with pytest.raises(expected[0], match=expected[1]):
                 client.run(calls._pause(server))
     finally:
+        over.set()
         client.close()
         http.shutdown()
         http.server_close()

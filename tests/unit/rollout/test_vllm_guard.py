@@ -12,8 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from default_signals import default_signals
 
 from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.rollout.vllm.server import WORKER_FOLDER, LocalServer, ServerDied
@@ -85,9 +87,8 @@ class Bench:
 
     def start(self, *options: str) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": str(WORKER_FOLDER)}
-        process = subprocess.Popen(
-            self.arguments(*options), stdin=subprocess.PIPE, env=environment, start_new_session=True
-        )
+        settings: dict[str, Any] = {"stdin": subprocess.PIPE, "env": environment, "start_new_session": True}
+        process = subprocess.Popen(self.arguments(*options), preexec_fn=default_signals, **settings)
         self.running(process.pid)
         return process
 

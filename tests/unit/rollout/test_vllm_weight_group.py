@@ -82,10 +82,10 @@ def test_a_member_that_takes_part_in_nothing(store: Any, absent: subprocess.Pope
         with pytest.raises(RuntimeError) as gave_up:
             send_until_it_ends(first)
         first.end(str(gave_up.value))
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 30  # of the others' 60
         with pytest.raises(RuntimeError):
-            receiving.result(8)
-        assert time.monotonic() - began < 10
+            receiving.result(30)
+        assert time.monotonic() - began < 40
     by, why = first.over() or (None, "")
     assert by is None and why
 

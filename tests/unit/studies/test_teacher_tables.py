@@ -19,7 +19,7 @@ ALLOWED = 1e-5
 def test_the_table_of_families() -> None:
     """At least 14 pass at both sizes, and what does not pass has its reason."""
     cases = json.loads(RESULTS.read_text())
-    assert table(cases) in (ROOT / "docs" / "teachers.md").read_text()
+    assert table(cases) in (ROOT / "docs" / "teacher_placement.md").read_text()
     passed = {(case["family"], case["tensor"]) for case in cases if "worst" in case}
     both = {family for family, _ in passed if {(family, 1), (family, 2)} <= passed}
     assert len(both) >= 14
