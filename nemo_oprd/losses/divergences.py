@@ -153,7 +153,7 @@ def output_rows(
             `teacher_logprob_C`, the teacher's log-probabilities of the sampled tokens at the loss's temperature.
         old_logprob_C: log-probabilities of the sampled tokens under the policy that sampled them, at the loss's
             temperature. None means that the student is that policy, as in the first update after a rollout.
-        old_sampler_logprob_C: the same among the ids that can be sampled; None stands for `old_logprob_C`.
+        old_sampler_logprob_C: the same among the ids that can be sampled.
         engine_logprob_C: the same in the distribution that the engine sampled from. Like the one before, it is read
             with a correction only.
         with_grad: False leaves out the gradient.
@@ -175,11 +175,8 @@ def output_rows(
     log_ratio_CV = models[0] - models[1] if len(models) == 2 else None
     for model_CV in models:
         model_CV.exp_()
-    mean_ratio_p_C = mean_ratio_q_C = support = sampler_logprob_C = None
-    if loss.correction is not None:
-        sampler_logprob_C = metrics["student_logprob"]
-        if shard.unsampled:
-            sampler_logprob_C = sampler_logprob_C - log_sampled_mass(models[0], shard)
+    mean_ratio_p_C = mean_ratio_q_C = support = None
+    sampler_logprob_C = None if loss.correction is None else _among_sampled(logprobs_MCK[0, :, 0], models[0], shard)
     if log_ratio_CV is not None:
         mean_ratio_p_C, mean_ratio_q_C = shard.sum_(torch.stack([dot(model_CV, log_ratio_CV) for model_CV in models]))
         metrics |= {"teacher_entropy": entropies[1], "reverse_kl": mean_ratio_p_C}
@@ -187,21 +184,9 @@ def output_rows(
         support = Support(*found, logprobs_MCK[:, :, 1:].masked_fill(~found[1], -torch.inf))
         metrics |= _support_metrics(support)
 
-    chunk = Chunk(
-        shard,
-        models[0],
-        models[1] if len(models) == 2 else None,
-        log_ratio_CV,
-        mean_ratio_p_C,
-        mean_ratio_q_C,
-        tokens_C,
-        old_logprob_C,
-        next((each for each in (old_sampler_logprob_C, old_logprob_C, sampler_logprob_C) if each is not None), None),
-        engine_logprob_C,
-        support,
-        with_grad,
-        metrics,
-    )
+    both = models[0], models[1] if len(models) == 2 else None, log_ratio_CV
+    recorded = old_logprob_C, sampler_logprob_C if old_logprob_C is None else old_sampler_logprob_C, engine_logprob_C
+    chunk = Chunk(shard, *both, mean_ratio_p_C, mean_ratio_q_C, tokens_C, *recorded, support, with_grad, metrics)
     divergence: Divergence = resolve_divergence(loss.kind)
     value_C = divergence(loss, chunk)
     if not with_grad:
@@ -209,6 +194,11 @@ def output_rows(
     models[0].div_(loss.temperature)
     student_logits_CV[:, shard.real :] = 0
     return OutputRows(value_C, student_logits_CV, metrics, sampler_logprob_C)
+
+
+def _among_sampled(logprob_C: torch.Tensor, p_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Log-probabilities [c] among the ids that can be sampled, from those among all ids."""
+    return logprob_C - log_sampled_mass(p_CV, shard) if shard.unsampled else logprob_C
 
 
 def _check_given(

@@ -91,7 +91,8 @@ class Site:
         return [
             "--config-name", "quickstart", "student.checkpoint=null", f"student.hf_path={pair / 'student'}",
             "teacher.checkpoint=null", f"teacher.hf_path={pair / 'teacher'}", "data.validation={}",
-            f"data.train={self.directory / 'prompts.jsonl'}", "evaluation.every=0", "train.steps=2", "train.lr=1e-2",
+            f"data.train={self.directory / 'prompts.jsonl'}", "evaluation.every=0", "evaluation.teacher=false",
+            "train.steps=2", "train.lr=1e-2",
             "train.warmup_fraction=0", "train.schedule=constant", "train.prompts_per_step=4", "logging.every=1",
             "student.parallel.tensor=1", "logging.tensorboard=false", "train.export_hf=false", "rollout.engine=vllm",
             "rollout.vllm.flags=[--block-size,32]", *more,

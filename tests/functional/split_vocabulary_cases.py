@@ -108,17 +108,26 @@ def split_against_whole(
     old = chunked_logprob(*split[1:3], tokens, shard, temperature=0.7, chunk_tokens=CHUNK)
     one = chunked_logprob(*everything[1:3], tokens, whole, temperature=0.7, chunk_tokens=CHUNK)
     found["log-probabilities and entropies"] = _worst(*zip(old, one, strict=True))
-    log_p = [leave_out_gaps_(head_logits(hidden, part, of), of) for part, of in ((head, whole), (head[mine], shard))]
-    for logits, of in zip(log_p, (whole, shard), strict=True):
-        log_softmax_([logits], of, 1.0)
-    found["mass of sampled ids"] = _worst(
-        (log_sampled_mass(log_p[1].exp(), shard), log_sampled_mass(log_p[0].exp(), whole))
-    )
-    logits = leave_out_gaps_(head_logits(hidden, head, whole), whole)
-    for k in (1, 4, 16, 60, 61, 200):
-        ids = top_k_ids(leave_out_gaps_(head_logits(hidden, head[mine], shard), shard), k, shard)
-        assert torch.equal(ids, top_k_ids(logits, k, whole)), k
-        if integers:
-            order = [sorted(kept, key=lambda v, row=row: (-float(row[v]), v))[:k] for row in logits]
-            assert ids.tolist() == order, k
+    found["probability of sampled ids"] = _of_logits(hidden, (head, head[mine]), (whole, shard), integers=integers)
     return report
+
+
+def _of_logits(
+    hidden: torch.Tensor, heads: tuple[torch.Tensor, ...], shards: tuple[VocabShard, ...], *, integers: bool
+) -> float:
+    """The deviation of the probability of all ids that can be sampled, after a comparison of the largest logits."""
+    logits = [leave_out_gaps_(head_logits(hidden, *each), each[1]) for each in zip(heads, shards, strict=True)]
+    left_out, unsampled = ({i for run in ranges for i in range(*run)} for ranges in (shards[0].gaps, UNSAMPLED))
+    for k in (1, 4, 16, 60, 61, 200):
+        ids = top_k_ids(logits[1], k, shards[1])
+        assert torch.equal(ids, top_k_ids(logits[0], k, shards[0])), k
+        if integers:
+            kept = [v for v in range(REAL) if v not in left_out]
+            order = [sorted(kept, key=lambda v, row=row: (-float(row[v]), v))[:k] for row in logits[0]]
+            assert ids.tolist() == order, k
+    exact = logits[0].softmax(1)[:, [v for v in range(REAL) if v not in unsampled]].sum(1).log()
+    masses = []
+    for logits_CV, shard in zip(logits, shards, strict=True):
+        log_softmax_([logits_CV], shard, 1.0)
+        masses.append(log_sampled_mass(logits_CV.exp(), shard))
+    return _worst(*((mass, exact) for mass in masses))

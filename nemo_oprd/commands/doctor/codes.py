@@ -40,7 +40,7 @@ CODES: dict[str, str] = {
     "template-writes-date": "the chat template writes today's date, so prompts change from day to day",
     "template-variable-unused": "data.chat_template_args names a variable that the template does not read",
     "tokenizer-beyond-model": "a tokenizer has ids for which its model has no rows",
-    "tokenizers-differ": "ids mean other tokens to the teacher",
+    "tokenizers-differ": "ids of the student mean other tokens to the teacher",
     "tokenizers-split-differently": "the two tokenizers have the same tokens and cut the same text differently",
     "yarn-length": "YaRN's length is not the model's max_position_embeddings",
     "rope-scaling-differs": "one of two models of one family lacks the other's RoPE scaling",

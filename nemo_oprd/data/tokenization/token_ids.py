@@ -3,7 +3,7 @@
 A model has rows for `vocab_size` ids, often more than its tokenizer has tokens: the embedding is padded, and added
 tokens may leave gaps. A row without a token is trained by nobody, so whatever it is given, it must not be sampled.
 
-No torch, because the client process of vLLM servers and the checks before a run import this module.
+No torch, because the client process of vLLM servers imports this module.
 """
 
 from __future__ import annotations
