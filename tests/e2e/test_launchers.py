@@ -133,9 +133,9 @@ def test_sigterm_to_the_launcher_saves(jobs: dict[str, Job]) -> None:
 
 def test_the_summary_shows_a_users_mistake() -> None:
     """After the line itself, which comes first; the launcher's own traceback is between them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "nemo_oprd"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command += ["train", "--config-name", "quickstart", "train.lr=-1"]
+    command += ["-m", "nemo_oprd", "train", "--config-name", "quickstart", "train.lr=-1"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     mistake = "train.lr=-1.0: expected more than 0; choose a larger number"
     shown = [line for line in ended.stderr.splitlines() if mistake in line]
