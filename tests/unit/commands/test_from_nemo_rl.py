@@ -44,6 +44,8 @@ def test_inheritance(tmp_path: Path) -> None:
         ("a: ${b}", "Interpolation key 'b' not found.*expected a recipe of NeMo-RL"),
         ("- a", "holds a ListConfig; expected a mapping of keys"),
         ("a: [", "expected a recipe of NeMo-RL: correct the file"),
+        ("a: " + "[" * 5000, "groups or lists inside each other without end; expected a recipe of NeMo-RL"),
+        ("a: &a {b: *a}", "recipe.yaml: an alias stands inside its own anchor; expected values that end"),
         ("a: ${add:1, 2}", "Unsupported interpolation type add"),  # NeMo-RL has none
         ("policy: {model_name: x}", "policy.model_name and teacher.model_name .*expected a distillation recipe"),
     ],

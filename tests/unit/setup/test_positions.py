@@ -125,9 +125,7 @@ def test_the_rehearsal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         rehearse.run(make_parser().parse_args(arguments))
     assert given == [8, 56]
     out = capsys.readouterr().out
-    assert (
-        "warning (positions-too-few): the student's max_position_embeddings is 64, and rollout" in out
-    )
+    assert "warning (positions-too-few): the student's max_position_embeddings is 64, and rollout" in out
     assert "(rehearsed: prompts of 8 and responses of 56 tokens)" in out
     with pytest.raises(ValueError, match="prompts of 99 tokens leave no room .* lower --prompt-tokens"):
         rehearse.run(make_parser().parse_args([*arguments, "--prompt-tokens", "99"]))
