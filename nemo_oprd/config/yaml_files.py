@@ -66,8 +66,8 @@ def _below(
             "not name each other: correct the list"
         )
     if not path.is_file():
-        return  # Hydra says so
-    text = _checked_text(path)
+        return  # `load_config` says so
+    text = checked_text(path)
     own = YamlFile(path, "" if text.startswith(GLOBAL) else group)
     defaults = (_content(path) or {}).get("defaults") if "defaults" in text else None
     entries = defaults if isinstance(defaults, list) else []
@@ -93,7 +93,7 @@ def _chosen(
             yield from _below(directory, file, group, choices, above)
 
 
-def _checked_text(path: Path) -> str:
+def checked_text(path: Path) -> str:
     """The text of a file; empty if it is no YAML. ValueError where reading it would take long or never end."""
     import yaml
 

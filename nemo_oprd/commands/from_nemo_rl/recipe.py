@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from nemo_oprd.config.yaml_files import checked_text
 from nemo_oprd.runtime.files import why_no_file
 
 # longer values are cut off in messages
@@ -43,8 +44,9 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
             OmegaConf.register_new_resolver(name, function)
     try:
         plain = OmegaConf.to_container(_inherited(Path(path), ()), resolve=True)
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        what = " ".join(str(error).split())
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, RecursionError) as error:
+        too_deep = isinstance(error, RecursionError)
+        what = "groups or lists inside each other without end" if too_deep else " ".join(str(error).split())
         fix = "set that variable" if "Environment variable" in what else "correct the file"
         raise ValueError(f"{path}: {what}; expected a recipe of NeMo-RL: {fix}") from error
     assert isinstance(plain, dict)
@@ -60,6 +62,7 @@ def _inherited(path: Path, above: tuple[Path, ...]) -> Any:
     if not file.is_file():
         named = f", which {above[-1]} names in its defaults" if above else ""
         raise ValueError(f"{path}: {why_no_file(file, '.yaml')}{named}; expected a recipe of NeMo-RL: correct the path")
+    checked_text(file)
     own = OmegaConf.load(file)
     if not isinstance(own, DictConfig):
         raise ValueError(f"{path}: holds a {type(own).__name__}; expected a mapping of keys: name a recipe of NeMo-RL")

@@ -47,6 +47,8 @@ def test_inheritance(tmp_path: Path) -> None:
         ("a: [", "expected a recipe of NeMo-RL: correct the file"),
         ("a: ${sub:1, 2}", "Unsupported interpolation type sub"),  # NeMo-RL has none
         ("a: ${oc.env:NOT_SET_ANYWHERE}", "Environment variable 'NOT_SET_ANYWHERE' not found.*: set that variable"),
+        ("a: " + "[" * 5000, "groups or lists inside each other without end; expected a recipe of NeMo-RL"),
+        ("a: &a {b: *a}", "recipe.yaml: an alias stands inside its own anchor; expected values that end"),
         ("policy: {model_name: x}", "policy.model_name and teacher.model_name .*expected a distillation recipe"),
     ],
 )
