@@ -1,5 +1,4 @@
-"""The size of files, functions and classes, that no test module is imported, and who sends signals; test_imports.py has the
-packages."""
+"""Limits of files, functions and classes, imports of test modules, and who sends signals; test_imports.py has the packages."""
 
 from __future__ import annotations
 
