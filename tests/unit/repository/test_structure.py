@@ -1,8 +1,9 @@
-"""The size of files, functions and classes, and that no test module is imported; test_imports.py has the packages."""
+"""Limits of files, functions and classes, imports of test modules, and who sends signals; test_imports.py has the packages."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,3 +55,16 @@ def test_no_test_module_is_imported() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported = [name for name in names if name.split(".")[-1].startswith("test_")]
             assert not imported, f"{file.relative_to(ROOT)} imports {imported}; move what it shares"
+
+
+def test_who_sends_signals_sets_the_answers_to_them() -> None:
+    """A process inherits which signals are ignored, from `nohup` or a shell's `&`, too; see default_signals.py."""
+    sends = re.compile(r"\.send_signal\(|\bos\.kill(?:pg)?\b|\.terminate\(\)")
+    spared = re.compile(r"SIGKILL|SIGSTOP|getpid|, 0\)")  # not to be ignored, to itself, no signal at all
+    found = 0
+    for file in (ROOT / "tests").rglob("*.py"):
+        text = file.read_text()
+        if file != Path(__file__) and any(sends.search(s) and not spared.search(s) for s in text.splitlines()):
+            found += 1
+            assert re.search(r"default_signals|forked_run", text), f"{file.relative_to(ROOT)} sends signals"
+    assert found > 8
