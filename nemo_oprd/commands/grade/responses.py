@@ -206,8 +206,8 @@ def find(target: Path) -> list[Evaluation]:
         return [Evaluation(_label(directory), directory, {target.stem: target})]
     directory = target.parent if target.name == GENERATIONS else target
     if not directory.is_dir():
-        found = f"is {kind_of(target)}" if kind_of(target) else "there is no such file or directory"
-        raise ValueError(f"{target}: {found}, expected responses to grade; {FIX}")
+        there = f"is {kind_of(target)}" if kind_of(target) else "there is no such file or directory"
+        raise ValueError(f"{target}: {there}, expected responses to grade; {FIX}")
     files = {file.stem: file for file in sorted((directory / GENERATIONS).glob("[!.]*.jsonl"))}
     inner = sorted((directory / EVALUATIONS).glob("*"))
     found = [each for path in inner if any((path / GENERATIONS).glob("[!.]*.jsonl")) for each in find(path)]
