@@ -1,4 +1,4 @@
-"""Limits of files, functions and classes, imports of test modules, and who sends signals; test_imports.py has the packages."""
+"""Limits of files, functions and classes, imports of test modules, who sends signals; test_imports.py has packages."""
 
 from __future__ import annotations
 
