@@ -262,7 +262,7 @@ def run(
     prompt, with what an earlier "cancel" has completed as `done`, "generate last" before an update; "full" samples
     while responses can't be kept, "slow" while the first one is kept only when all were asked for. "lose" samples while
     the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
-    response and counts the bytes of objects.
+    response and counts bytes.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
