@@ -10,6 +10,7 @@ import datetime
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from nemo_oprd.runtime import waiting
 from nemo_oprd.runtime.waiting import wait_for
 from nemo_oprd.runtime.watchdog import attempt
 
-# how often ranks that wait look which ones are missing
-_LOOK_EVERY = datetime.timedelta(seconds=1)
+# how often a rank that waits asks whether all are here, and looks which ones are missing
+_ASK_EVERY_S, _LOOK_EVERY_S = 0.2, 1.0
 _PROBE_S = 2.0
 
 
@@ -161,20 +162,16 @@ class _Meeting:
 
     def wait(self, limit_s: float) -> None:
         """Waits until all are here."""
-        import torch.distributed as dist
-
         notice, store, all_here = waiting.Notice(limit_s), self._store, f"{self._prefix}/all"
-        own = f"{os.getpid()}"
+        own, looked_s = f"{os.getpid()}", 0.0
         is_new = store.compare_set(f"{self._prefix}/{self._job.rank}", "", own).decode() == own
         if is_new and store.add(f"{self._prefix}/number", 1) == self._job.world:
             store.set(all_here, "yes")
-        while not notice.is_over:
-            try:
-                store.wait([all_here], _LOOK_EVERY)
-                return
-            except dist.DistStoreError:  # not yet
-                if notice.waited_s > waiting.SAY_AFTER_S / 2:
-                    self.missing = self._missing()
+        while not store.check([all_here]) and not notice.is_over:  # torch warns whenever the time of its `wait` is over
+            waited_s = notice.waited_s
+            if waited_s > waiting.SAY_AFTER_S / 2 and waited_s > looked_s + _LOOK_EVERY_S:
+                self.missing, looked_s = self._missing(), waited_s
+            time.sleep(min(waited_s / 10 + 0.001, _ASK_EVERY_S))
 
     def _missing(self) -> str:
         if any(self._is_here(rank) for rank in range(self._job.rank)):  # the first one of these says it

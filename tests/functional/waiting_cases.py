@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import select
 import signal
 import socket
@@ -93,6 +94,8 @@ def ended_by(signal_name: str, rank: int, log: Path, foreign: str | None = None)
     os.kill(pid, signal.Signals[signal_name])
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     said = log.read_text().replace(f":{port}", ":PORT").replace(f"={port}", "=PORT").splitlines()
+    # torch prints warnings of its own here, because this process imported it before the command could forbid them
+    said = [line for line in said if re.match(r"(rank \d: )?(waiting|stopped|error|Traceback)", line)]
     for each in (address, *taken):
         each.close()
     return {"code": code, "seconds": time.monotonic() - began, "said": said}
