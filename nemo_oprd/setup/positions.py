@@ -56,10 +56,16 @@ def prompt_tokens(config: Config, student: ModelSpec, given: int | None = None) 
             f"prompts of {given:,} tokens leave no room for a response in the student's {positions:,} positions, and "
             f"`train` refuses them; expected fewer than {positions:,}: lower --prompt-tokens"
         )
-    known = given or config.data.max_prompt_tokens
-    if known is not None and known < positions:
+    known = known_prompt(config, student, given)
+    if known is not None:
         return known
     return min(USUAL_PROMPT, positions - limit if limit < positions else max(1, positions // 8))
+
+
+def known_prompt(config: Config, student: ModelSpec, given: int | None = None) -> int | None:
+    """Tokens of the longest prompts: `given`, else `data.max_prompt_tokens` where the student has more positions."""
+    known = given or config.data.max_prompt_tokens
+    return known if known is not None and known < student.max_positions else None
 
 
 def longest_response(config: Config, student: ModelSpec, prompt: int) -> int:
@@ -74,19 +80,15 @@ def too_few_positions(
 
     Args:
         teachers: by their numbers in the run.
-        prompt: tokens of the longest prompts; None: `data.max_prompt_tokens`, or unknown.
+        prompt: tokens of the longest prompts; None: unknown, so that responses alone count.
     """
     if config.rollout.replay is not None:
         return
-    prompt = prompt or config.data.max_prompt_tokens
     key, limit = config.response_limit
     tokens = (prompt or 1) + limit  # at least one
     after = "" if prompt is None else f" after prompts of {prompt:,} tokens"
     if tokens > student.max_positions:
-        end = "prompt and response end there"
-        if prompt is not None and prompt >= student.max_positions:
-            end = "`train` refuses prompts that leave no room for a response"
-        yield _finding("student", student, f"{key}={limit}{after}", end, tokens)
+        yield _finding("student", student, f"{key}={limit}{after}", "prompt and response end there", tokens)
     reads_text = config.teacher.reads != "ids"
     for number, teacher in teachers.items():
         own_text = reads_text or config.has_own_prompt(number)

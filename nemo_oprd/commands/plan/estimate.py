@@ -32,7 +32,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup.checks import check_layouts, reader_layout
 from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
-from nemo_oprd.setup.positions import TooFewPositions, too_few_positions
+from nemo_oprd.setup.positions import TooFewPositions, known_prompt, too_few_positions
 from nemo_oprd.setup.resolve import RunModels, RunSpec
 
 
@@ -207,7 +207,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
         servers,
         work.response,
         idle_ranks(config, student, teacher),
-        tuple(too_few_positions(config, work.student, teachers, lengths.prompt)),
+        tuple(too_few_positions(config, work.student, teachers, known_prompt(config, work.student, lengths.prompt))),
         tuple(problems),
     )
 

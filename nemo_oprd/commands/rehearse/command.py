@@ -24,7 +24,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains
 from nemo_oprd.setup.named_files import check_models
-from nemo_oprd.setup.positions import longest_response, prompt_tokens, too_few_positions
+from nemo_oprd.setup.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
 from nemo_oprd.setup.resolve import RunSpec, resolve
 
 # a larger difference between what was measured and what `plan` says is reported
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     student, teachers = run_spec.models.student.spec, dict(enumerate(run_spec.models.teacher_specs))
     prompt = prompt_tokens(config, student, options.prompt_tokens)
     response = min(options.response_tokens or config.rollout.max_new_tokens, longest_response(config, student, prompt))
-    short = [*too_few_positions(config, student, teachers, options.prompt_tokens)]
+    short = [*too_few_positions(config, student, teachers, known_prompt(config, student, options.prompt_tokens))]
     for each in short:
         print(f"{each.line} (rehearsed: prompts of {prompt:,} and responses of {response:,} tokens)", flush=True)
     cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, layers.NAMES[options.layers])

@@ -17,7 +17,7 @@ from nemo_oprd.commands.rehearse import command as rehearse
 from nemo_oprd.commands.rehearse.rank import failure_of
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.setup.positions import longest_response, prompt_tokens, too_few_positions
+from nemo_oprd.setup.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
 from nemo_oprd.setup.resolve import resolve, resolve_models
 
 GOLDEN = Path(__file__).parents[2] / "golden"  # models of 64 positions
@@ -38,7 +38,8 @@ def found(*settings: str, prompt: int | None = None) -> dict[str, str]:
     config = load_config("verify", [*PAIR, *settings])
     models = resolve_models(config)
     teachers = dict(enumerate(models.teacher_specs))
-    return {each.role: each.text for each in too_few_positions(config, models.student.spec, teachers, prompt)}
+    known = known_prompt(config, models.student.spec, prompt)
+    return {each.role: each.text for each in too_few_positions(config, models.student.spec, teachers, known)}
 
 
 @pytest.mark.parametrize(
@@ -50,12 +51,8 @@ def found(*settings: str, prompt: int | None = None) -> dict[str, str]:
         ([LONG], None, (8, 56), "is 64, and rollout.max_new_tokens=9000: prompt and response end there; expected at"),
         ([LONG], 40, (40, 24), "rollout.max_new_tokens=9000 after prompts of 40 tokens: prompt and response end there"),
         (["rollout.max_new_tokens=32", "data.max_prompt_tokens=33"], None, (33, 31), "expected at least 65 positions"),
-        (
-            [LONG, "data.max_prompt_tokens=64"],
-            None,
-            (8, 56),
-            "`train` refuses prompts that leave no room for a response",
-        ),
+        ([LONG, "data.max_prompt_tokens=64"], None, (8, 56), "rollout.max_new_tokens=9000: prompt and response end"),
+        (["rollout.max_new_tokens=32", "data.max_prompt_tokens=2048"], None, (32, 32), None),  # a limit without effect
         ([LONG, "rollout.replay=x"], None, (8, 56), None),
     ],
 )
