@@ -331,6 +331,8 @@ DATA = [
          _rows("train.jsonl", lambda rows: [{**row, "answer": "1"} for row in rows])),
     Case("no answers", "answers-missing", (),
          _rows("validation.jsonl", lambda rows: [{"prompt": row["prompt"]} for row in rows])),
+    Case("answers of GSM8K", "answers-unlike-grader", ("evaluation.graders={heldout: exact}",),
+         _rows("validation.jsonl", lambda rows: [{**row, "answer": f"So.\\n#### {row['answer']}"} for row in rows])),
     Case("validation repeats itself", "duplicate-problems", (), _rows("validation.jsonl", lambda rows: rows[:16] * 4)),
     Case("five prompts", "few-prompts", (), _rows("train.jsonl", lambda rows: rows[:5])),
     Case("three problems", "few-problems", (), _rows("validation.jsonl", lambda rows: rows[:3])),

@@ -45,6 +45,7 @@ from benchmarks.rollout_table import HEAD, line
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import TokenTable, make_rows
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.distillation import sampling_check
 from nemo_oprd.layout import Layout
 from nemo_oprd.models.megatron.parallel import everyones, init_distributed
@@ -124,7 +125,7 @@ def cpu_seconds(process: int) -> float:
 
 def sample(count: int, tokens: int) -> tuple[dict[int, Response], dict[str, float]]:
     """One controller's responses, as its client process hands them over, and what that cost."""
-    task = Task([Request([7] * PROMPT)] * count, sampling_of(tokens), 1 << 20, (1,), VOCABULARY, 600.0)
+    task = Task([Request([7] * PROMPT)] * count, sampling_of(tokens), 1 << 20, (1,), TokenIds(VOCABULARY), 600.0)
     order, result = iter(range(count)), Round()
     process = ClientProcess()
     with payload_server(tokens, VERSION, OTHER_CORES) as (path, answer_bytes):

@@ -30,10 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from tqdm import tqdm
 
+from nemo_oprd.checkpointing.directory import refuse_damage
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import Family, ModelSpec, copy_hf_config, read_model_spec
 from nemo_oprd.models.architecture import GateUp, Vocabulary, stack_parts
-from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
 from nemo_oprd.models.megatron_bridge_config import write_run_config
 from nemo_oprd.models.weights.hf import HFCheckpoint, owner_stage
 from nemo_oprd.models.weights.megatron_checkpoint import (
@@ -121,6 +122,7 @@ def megatron_to_hf(
     target = _new_directory(output)
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+    refuse_damage(checkpoint_directory(Path(megatron_path)), together=False)
     directory = None if hf_path is None else hf_directory(Path(megatron_path), Path(hf_path), family)
     checkpoint = MegatronCheckpoint(megatron_path, directory, family)
     from nemo_oprd.models.weights.hf_export import write_hf_model

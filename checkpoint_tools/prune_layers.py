@@ -57,7 +57,7 @@ def _measured(source: Path, options: argparse.Namespace) -> list[int]:
         raise ValueError("--keep needs --prompts FILE, on which the layers' influence is measured; give a file")
     tokenizer = Tokenizer.load(source)
     prompts = load_prompts(options.prompts)[: options.count]
-    ids = (tokenizer.encode_prompt(list(prompt.messages))[: spec.max_positions] for prompt in prompts)
+    ids = (tokenizer.encode_prompt(prompt.messages, prompt.tools)[: spec.max_positions] for prompt in prompts)
     influences = layer_influences(source, ids, spec.torch_dtype)
     kept = layers_to_keep(influences, options.keep)
     for layer, influence in enumerate(influences, 1):

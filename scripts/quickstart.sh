@@ -39,5 +39,5 @@ for role in student teacher; do
 done
 echo "3/4 distilling on two ranks: student TP2, teacher TP1" >&2
 torchrun --nproc-per-node 2 --standalone -m nemo_oprd train --config-name quickstart "${served[@]}" "$@" output="$output"
-echo "4/4 drawing the curves" >&2
+echo "4/4 drawing the curves, on a page for a browser" >&2
 nemo-oprd report "$output"

@@ -100,6 +100,17 @@ plan() {
   fi
 }
 
+# free_port: a port that nothing on this node uses, from the job's number on, so that jobs differ. The script runs on the
+# job's first node, where the first rank listens; all ranks are given the port.
+free_port() {
+  local port=$((20000 + SLURM_JOB_ID % 20000)) used
+  used=$(sed -n 's/^ *[0-9]*: [0-9A-F]*:\([0-9A-F]\{4\}\) .*/\1/p' /proc/net/tcp /proc/net/tcp6 2>/dev/null || true)
+  while grep -q "^$(printf %04X "$port")$" <<<"$used"; do
+    port=$((port + 1))
+  done
+  echo "$port"
+}
+
 # on_all_ranks COMMAND [key=value ...]: runs `nemo-oprd COMMAND` on all ranks and stores its exit code in $code
 on_all_ranks() {
   if [ -n "$dry_run" ]; then
@@ -112,7 +123,7 @@ on_all_ranks() {
   # given to `env` in the container, because the values of a container image take precedence over srun's
   variables=(
     "MASTER_ADDR=${MASTER_ADDR:-$head_node}"
-    "MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
+    "MASTER_PORT=${MASTER_PORT:-$(free_port)}"
     # sequence parallelism and the overlap of communication with computation rely on one hardware queue
     CUDA_DEVICE_MAX_CONNECTIONS=1
     # packs and responses differ in length from step to step; expandable segments avoid fragmentation

@@ -31,9 +31,9 @@ def sample_teacher(teacher: Path, limit: int) -> None:
     if TEACHER_RESPONSES.is_file():
         return
     tokenizer, model = Tokenizer.load(teacher), load_model(teacher, torch.float32)
-    prompts = [tokenizer.encode_prompt(list(prompt.messages)) for prompt in load_prompts(HELDOUT)[:PROMPTS]]
+    prompts = [tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in load_prompts(HELDOUT)[:PROMPTS]]
     sampling = Sampling(limit, temperature=1.0, seed=0, batch=PROMPTS)
-    found = sample_responses(model, prompts, tokenizer.eos_ids, tokenizer.vocab_size, sampling)
+    found = sample_responses(model, prompts, tokenizer.eos_ids, tokenizer.ids(model.config.vocab_size), sampling)
     lines = ({"prompt_ids": each.prompt, "response_ids": each.tokens, "ended": each.ended} for each in found)
     write_lines(TEACHER_RESPONSES, lines)
 

@@ -146,10 +146,9 @@ class Study:
 
             directory = self.root / "models" / "teacher"
             tokenizer, model = Tokenizer.load(directory), load_model(directory, torch.float32)
-            prompts = [tokenizer.encode_prompt(list(prompt.messages)) for prompt in load_prompts(TRAIN)[:64]]
-            found = sample_responses(
-                model, prompts, tokenizer.eos_ids, tokenizer.vocab_size, Sampling(NEW_TOKENS, 1.0, 0, 64)
-            )
+            prompts = [tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in load_prompts(TRAIN)[:64]]
+            known = tokenizer.ids(model.config.vocab_size)
+            found = sample_responses(model, prompts, tokenizer.eos_ids, known, Sampling(NEW_TOKENS, 1.0, 0, 64))
             moments = teacher_moments(model, [(r.prompt + r.tokens, len(r.prompt)) for r in found])
             with replacing(file) as partial:
                 torch.save(moments, partial)

@@ -26,7 +26,7 @@ _sample, _responses, _rollout = _Batch.sample, _Batch.responses, engine._rollout
 def sample(batch: _Batch, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
     """Replaces `_Batch.sample`; keeps the log-probabilities of the tokens beside the batch's ids."""
     token = _sample(batch, last, t, temperature, top_p)
-    log_p = (batch.model.logits(last)[0, :, : batch.vocab_size].float() / temperature).log_softmax(-1)
+    log_p = (batch.columns.of(batch.model.logits(last)[0]).float() / temperature).log_softmax(-1)
     kept = vars(batch).setdefault("logprobs", torch.zeros(batch.sampled.shape, device=token.device))
     kept[batch.alive, t] = log_p.gather(1, token[:, None])[:, 0]
     return token

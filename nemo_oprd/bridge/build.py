@@ -12,9 +12,12 @@ from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
 from nemo_oprd.bridge.rank import choose_rank, layer_report, normalized_curve
-from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.runtime.messages import ANY_RANK, ON_STDOUT
 
 logger = logging.getLogger(__name__)
+
+# a pair is fitted by one rank, whichever that is
+_OF_EVERY_PAIR = {**ON_STDOUT, **ANY_RANK}
 
 
 def build_bridge(
@@ -58,7 +61,7 @@ def build_bridge(
         report = layer_report(final, ridge, stats, chosen, baselines=baselines, seed=seed)
         pairs[stats.pair], reports[stats.pair] = final.bridge(chosen), report
         cosine = report["held_out_cosine"]
-        logger.info(f"{stats.pair.key}: rank {chosen}, held-out cosine {cosine:.4f}", extra=ON_STDOUT)
+        logger.info(f"{stats.pair.key}: rank {chosen}, held-out cosine {cosine:.4f}", extra=_OF_EVERY_PAIR)
     pairs, reports = _union(gather(pairs)), _union(gather(reports))
     layers = {pair.key: reports[pair] for pair in sorted(reports)}
     report = {"fit": fit, "center_student": center_student, "rank_asked_for": rank, "layers": layers}
@@ -66,7 +69,7 @@ def build_bridge(
 
 
 def _log_epoch(pair: str, epoch: int, cosine: float) -> None:
-    logger.info(f"{pair}: epoch {epoch}, selection cosine {cosine:.4f}", extra=ON_STDOUT)
+    logger.info(f"{pair}: epoch {epoch}, selection cosine {cosine:.4f}", extra=_OF_EVERY_PAIR)
 
 
 def _union(parts: Sequence[dict[LayerPair, Any]]) -> dict[LayerPair, Any]:

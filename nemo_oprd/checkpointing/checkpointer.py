@@ -12,7 +12,7 @@ from nemo_oprd.checkpointing.training_state import save_checkpoint
 from nemo_oprd.config.schema import TrainConfig
 from nemo_oprd.distillation.student import Student, Update
 from nemo_oprd.models.megatron.parallel import device
-from nemo_oprd.runtime.signals import Signals, Stopped, agree
+from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting, agree
 
 # Key in the state.json of a checkpoint after which the next start has to make an evaluation. Its value is what names
 # the weights in the responses that are kept already; `true`, which earlier versions wrote: there are none.
@@ -41,7 +41,8 @@ class Checkpointer:
         skipped_in_a_row: the last steps that all had a skipped update, at first those before a resume.
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
         before_save: waits for what is written aside: a run that resumes after a step does not write its files again.
-        write_ahead: writes what is sampled already for the steps after `done` ones into a checkpoint's directory.
+        write_ahead: writes what is sampled already for the steps after `done` ones into a checkpoint's directory, and
+            returns the SHA-256 of each file by its path in there.
     """
 
     train: TrainConfig
@@ -52,9 +53,10 @@ class Checkpointer:
     skipped_in_a_row: int
     saved: int
     before_save: Callable[[], None] = lambda: None
-    write_ahead: Callable[[int, Path], None] = lambda done, directory: None
+    write_ahead: Callable[[int, Path], dict[str, str]] = lambda done, directory: {}
     _saved_at: float = field(default_factory=lambda: time.monotonic())
     _deferred: str | None = None  # of the last step
+    _after: tuple[int, int] | None = None  # (steps, optimizer steps) after the last step of this process
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
         """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
@@ -66,6 +68,7 @@ class Checkpointer:
             Stopped: a signal asked the run to stop.
         """
         train, self._deferred = self.train, evaluation.deferred
+        self._after = done, self.student.optimizer_steps
         reason = next((update.nonfinite_reason for update in updates if update and update.nonfinite_reason), None)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if reason else 0
         too_many = self.skipped_in_a_row >= train.stop_after_skipped
@@ -101,6 +104,20 @@ class Checkpointer:
             f"stopped by {self.signals.by} while sampling step {sampled + 1} of "
             f"{self.train.steps}, with {completed} of {requests} responses complete and kept; the same command "
             "resumes from there"
+        )
+
+    def stop_while_waiting(self, stopped: StoppedWaiting) -> NoReturn:
+        """Ends the run in a step that waited for a server; what the step has computed is lost.
+
+        Raises:
+            Stopped: always; the weights after the last step are saved, unless an update of this one has changed them.
+        """
+        done, optimizer_steps = self._after or (self.saved, self.student.optimizer_steps)
+        if done > self.saved and self.student.optimizer_steps == optimizer_steps:
+            self._save(done, EvaluationOutcome(deferred=self._deferred))
+        raise Stopped(
+            f"{stopped} in step {done + 1} of {self.train.steps}, with the weights after step {self.saved} saved; the "
+            "same command resumes from there"
         )
 
     def asked_to_stop(self) -> bool:

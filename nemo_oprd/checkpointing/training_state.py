@@ -39,6 +39,7 @@ from nemo_oprd.models.megatron.optimizer_state import (
     prepare_adam_for_loading,
     sharded_optimizer_state,
 )
+from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.models.megatron.versions import quieten_checkpoints
 from nemo_oprd.models.megatron_bridge_config import write_run_config
 from nemo_oprd.models.weights.torch_dist import CONTENT_METADATA, open_torch_dist, read_common_state
@@ -70,7 +71,7 @@ def save_checkpoint(
     *,
     best: dict[str, Any] | None = None,
     more: dict[str, Any] | None = None,
-    write_more: Callable[[Path], None] = lambda directory: None,
+    write_more: Callable[[Path], dict[str, str]] = lambda directory: {},
 ) -> None:
     """Writes the checkpoint after `step` updates; every rank of the world calls this.
 
@@ -79,7 +80,8 @@ def save_checkpoint(
         keep: number of checkpoints to keep, the newest first; 0 keeps all.
         best: written to best.json if this checkpoint is the best one so far (on the first rank).
         more: further keys of state.json.
-        write_more: writes further files into the checkpoint (on the first rank).
+        write_more: writes further files into the checkpoint (on the first rank), and returns the SHA-256 of each by its
+            path in there.
 
     Raises:
         OSError, RuntimeError: a rank can't write its part; the checkpoint before stays the newest.
@@ -97,7 +99,7 @@ def save_checkpoint(
         torch.cuda.empty_cache()  # Megatron gathers whole float32 buffers, whose sizes occur in no training step
     dist.barrier()
     try:
-        with naming(partial), in_process_writer(), ExitStack() as saved_forms:
+        with naming(partial), in_process_writer() as written, ExitStack() as saved_forms:
             if student.role.is_member:
                 saved_forms.enter_context(student.partial_training.one_count())
             if student.average is not None:
@@ -108,19 +110,20 @@ def save_checkpoint(
                 preprocess_common_before_consistancy_check=_that_all_ranks_share,
                 content_metadata=dict(CONTENT_METADATA),
             )
+        digests = {name: digest for of_rank in everyones(written) for name, digest in of_rank.items()}
         if dist.get_rank() == 0:
             with naming(partial):
                 (partial / "hf").mkdir()
                 copy_hf_config(source, partial / "hf")
                 copy_tokenizer_files(source, partial / "hf")
-                write_more(partial)
+                digests |= write_more(partial)
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
                 state: dict[str, Any] = {"step": step, "optimizer_steps": student.optimizer_steps}
                 state |= resume_signature(student.config, student.objective, student.needs)
                 state["adaptive_gaps"] = student.adaptive.state()
                 if student.objective.trains_in_parts:
                     state["partial_training_updates"] = student.partial_training.state
-                commit_checkpoint(root, {**state, **(more or {})}, best)
+                commit_checkpoint(root, {**state, **(more or {})}, best, digests)
             prune(root, keep, step)
     except Exception:
         if dist.get_rank() == 0:  # on a full disk, the partial checkpoint would keep the run from starting again

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
-from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.loading import load_config, origin_of
 from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime import disk, output_directories
+from nemo_oprd.setup.named_files import Origin
 from nemo_oprd.setup.preflight import preflight
 from nemo_oprd.setup.resolve import RunSpec
 
@@ -52,13 +54,19 @@ def config_of(options: argparse.Namespace) -> Config:
     return load_config(options.config_name, options.overrides, options.config_dir)
 
 
+def origin(options: argparse.Namespace) -> Origin:
+    """Says which file sets a key of `config_of(options)`."""
+    return partial(origin_of, name=options.config_name, overrides=options.overrides, config_dir=options.config_dir)
+
+
 def run_of(options: argparse.Namespace, *, against_reference: bool = False) -> RunSpec:
     """The run of this command, after the checks of `preflight`, which need neither torch nor weights.
 
     Raises:
         ValueError: as `config_of` and `preflight`.
     """
-    return preflight(config_of(options), ranks(), options.command, against_reference=against_reference)
+    config, command = config_of(options), options.command
+    return preflight(config, ranks(), command, against_reference=against_reference, origin=origin(options))
 
 
 def ranks() -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from nemo_oprd.config.secret_values import without_secrets
 from nemo_oprd.runtime.messages import is_first_rank
 
 _TYPES = {"int": "a whole number", "float": "a number"}
@@ -31,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with 2."""
         if is_first_rank():  # every rank of a job has the same command line
-            print(f"error: {self._in_our_words(message)}", file=sys.stderr, flush=True)
+            print(f"error: {without_secrets(self._in_our_words(message))}", file=sys.stderr, flush=True)
         sys.exit(2)
 
     def _in_our_words(self, message: str) -> str:

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.config.schema import Config
-from nemo_oprd.rollout.vllm.launch import check_flags, check_head_size, check_model, find_python, server_arguments
+from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.server import server_command, server_environment
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE, read_tokens
-from nemo_oprd.setup.resolve import resolve_model, resolve_served, servers_limit
+from nemo_oprd.setup.resolve import resolve_model, resolve_served, servers_ids
 
 # of the path of a Unix socket on Linux
 MOST_SOCKET_BYTES = 107
@@ -68,7 +68,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _serve_student(config: Config, options: argparse.Namespace, listen: list[str]) -> NoReturn:
     """Replaces this process by the server; returns only by an error."""
-    check_flags(config.rollout.vllm)
     student = resolve_model(config.student, "student")
     spec = student.spec
     check_model(config.rollout.vllm.tensor, spec)
@@ -76,8 +75,8 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
     devices = _devices(config.rollout.vllm.tensor)  # after the checks that need no torch
     if devices is None:
         check_head_size(spec)
-    cuda, limit = devices is not None, servers_limit(config, student)
-    arguments = server_arguments(config, spec, student.directory, limit, cuda=cuda)
+    cuda, sampled = devices is not None, servers_ids(config, student)
+    arguments = server_arguments(config, spec, student.directory, sampled, cuda=cuda)
     token_file = _token_file(options.token_file)
     command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_door.Door"])
     os.umask(0o077)  # the socket, and what vLLM writes, are for this user alone

@@ -115,10 +115,11 @@ def _check_self_distillation(config: Config) -> None:
     if config.teachers:
         raise ValueError(f"{why} with a list of teachers; expected own: remove one of the two")
     _check_no_source(teacher, f"{why}, where the student is its own teacher")
-    if teacher.prompt is None:
+    if not config.own_prompts:
         raise ValueError(
             f"{why} with teacher.prompt=null: the student would be compared with itself on the same tokens; expected a "
-            "template with privileged information: set e.g. teacher.prompt='{prompt} The answer is {answer}.'"
+            "template with privileged information: set e.g. teacher.prompt='{prompt} The answer is {answer}.', or a "
+            "teacher.system_prompt"
         )
     if teacher.reads == "text":
         raise ValueError(f"{why} with teacher.reads=text: the tokenizer is the same; expected ids: set it")
@@ -164,7 +165,7 @@ def _check_served_teachers(config: Config) -> None:
             f"{why}: no rank of this job holds the teacher; expected them left out: remove them, and lay out the "
             "servers by teacher.vllm.tensor, replicas and placement"
         )
-    texts = teacher.reads != "ids" or teacher.prompt is not None
+    texts = teacher.reads != "ids" or bool(config.own_prompts)
     if teacher.vllm.ahead_gib and (texts or config.rollout.mode != "exact"):
         raise ValueError(
             f"teacher.vllm.ahead_gib={teacher.vllm.ahead_gib:g} with teacher.reads={teacher.reads}, teacher.prompt or "

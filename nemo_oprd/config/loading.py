@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from nemo_oprd.config.messages import build, check_key, takes
 from nemo_oprd.config.overrides import key_of, parse
 from nemo_oprd.config.schema import Config
-from nemo_oprd.config.secret_values import refuse_secrets
+from nemo_oprd.config.secret_values import refuse_secrets, without_secrets
+from nemo_oprd.config.yaml_files import composed_files
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+P = ParamSpec("P")
 
 
 def default_config_dir() -> Path:
@@ -29,6 +33,22 @@ def default_config_dir() -> Path:
     return packaged if packaged.is_dir() else package.parent / "conf"
 
 
+def _hiding_secrets(load: Callable[P, Config]) -> Callable[P, Config]:
+    """`load`, whose errors quote no password of an address: several libraries put values into their messages."""
+
+    @functools.wraps(load)
+    def hiding(*args: P.args, **kwargs: P.kwargs) -> Config:
+        try:
+            return load(*args, **kwargs)
+        except ValueError as error:
+            if (hidden := without_secrets(str(error))) != str(error):
+                raise ValueError(hidden) from None
+            raise
+
+    return hiding
+
+
+@_hiding_secrets
 def load_config(name: str, overrides: list[str] | None = None, config_dir: str | Path | None = None) -> Config:
     """Composes configuration `name` with Hydra-style `overrides` (`train.lr=1e-4`, `loss=group_entry`) and checks it.
 
@@ -60,11 +80,12 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
             + (f"; did you mean {near[0]!r}?" if near else "; choose one, or name its directory with --config-dir")
         )
     groups, settings = _parsed(list(overrides or []), directory)
+    composed_files(directory, name, {each.key_or_group: each.value() for each in groups})
     try:
         with initialize_config_dir(version_base=None, config_dir=str(directory)):
             composed = compose(name, overrides=[str(o.input_line) for o in groups])
         merged = _with_defaults(composed)
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
         raise _not_composed(name, error) from error
     for key, value in settings:
         _check_number(key, merged)
@@ -75,9 +96,36 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
                 f"command line: {key}={value} can't be set, because the key above it holds no group of keys; expected "
                 f"another value there: set {key.rpartition('.')[0]} as a whole"
             ) from error
-    if any(value is None or isinstance(value, dict) for _, value in settings):
-        merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
+    wholes = [key for key, value in settings if value is None or isinstance(value, dict)]
+    if wholes:
+        try:
+            merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
+        except OmegaConfBaseException as error:
+            raise ValueError(
+                f"command line: {' or '.join(wholes)} is set to a group of keys, or to null, where the schema has "
+                "something else; expected a value of its type: correct it"
+            ) from error
     return _checked(merged, name, {key for key, _ in settings})
+
+
+def origin_of(
+    key: str, *, name: str, overrides: list[str] | None = None, config_dir: str | Path | None = None
+) -> Path | None:
+    """The file that sets `key` (teachers by number, `teachers[0].hf_path`) in a configuration that `load_config` takes.
+
+    None for a key that the command line sets, by itself or with the group that it is in, and for a default.
+    """
+    directory = Path(config_dir or default_config_dir()).resolve()
+    groups, settings = _parsed(list(overrides or []), directory)
+    whole = key.replace("[", ".").replace("]", "")
+    if any(f"{whole}.".startswith(f"{given}.") for given, _ in settings):
+        return None
+    choices = {each.key_or_group: each.value() for each in groups}
+    listed = key.partition("[")[0]  # a list is set as a whole
+    found = [each.path for each in composed_files(directory, name.removesuffix(".yaml"), choices) if each.holds(listed)]
+    if not found:
+        return None
+    return found[-1].relative_to(Path.cwd()) if found[-1].is_relative_to(Path.cwd()) else found[-1]
 
 
 def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list[tuple[str, Any]]]:
@@ -102,6 +150,7 @@ def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list
     return groups, settings
 
 
+@_hiding_secrets
 def from_composed(composed: Any, name: str, overridden: Collection[str] = (), sections: Collection[str] = ()) -> Config:
     """The configuration in `composed`, which Hydra has composed; keys that it lacks have their defaults. It is checked.
 
@@ -163,7 +212,10 @@ def _not_composed(name: str, error: Exception) -> ValueError:
             f"configuration {name}: its list `defaults` names {missing}, and there is no {missing}.yaml; expected a "
             "file beside it, or in a folder there: correct the list"
         )
-    return ValueError(f"configuration {name}: {' '.join(str(error).split())}; expected YAML in {name}.yaml: correct it")
+    said = " ".join(str(error).split()) or "a key or a value that can't be read"
+    if isinstance(error, RecursionError):
+        said = "groups or lists inside each other without end"
+    return ValueError(f"configuration {name}: {said}; expected YAML in {name}.yaml: correct it")
 
 
 def _check_number(key: str, merged: Any) -> None:

@@ -29,7 +29,7 @@ class EvaluationConfig:
     teacher: bool = False
     """evaluate the teacher once, before training"""
     graders: dict[str, str] = field(default_factory=dict)
-    """set: its grader, a name or MODULE:FUNCTION (docs/evaluation.md); others: by data source"""
+    """set: its grader, a name or MODULE:FUNCTION (docs/evaluation.md); others: by data source or form of answers"""
     judge: Literal["math_verify", "text"] = "math_verify"
     """what compares answers that differ as text: math-verify, or `text`: nothing, they differ"""
 

@@ -136,7 +136,11 @@ def _unknown_key(root: type, key: str, where: str) -> str:
             f"{where}: unknown key {key!r}; expected no secrets in a configuration, because it is saved with the run: "
             "set the environment variable that the program reads (WANDB_API_KEY, HF_TOKEN)"
         )
-    near = " or ".join(map(repr, _meant(key, [each.name for each in keys(root)])))
+    known = [each.name for each in keys(root)]
+    if key in known:  # YAML takes the dot for a letter
+        group, _, name = key.rpartition(".")
+        return f"{where}: unknown key {key!r}, with a dot in its name; expected {name} in the group {group}: nest it"
+    near = " or ".join(map(repr, _meant(key, known)))
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(types_of(root))}, or a key in them"
     return f"{where}: unknown key {key!r}; {hint}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -92,6 +92,12 @@ class ParallelConfig:
             self.expert_tensor,
             self.dispatcher,
         )
+
+
+def _check_system_prompt(text: str | None, key: str) -> str | None:
+    if text is not None and not text.strip():
+        raise ValueError(f"{key}={text!r}: expected text that is not blank; write it, or set null")
+    return text
 
 
 @dataclass(config=STRICT)
@@ -186,6 +192,15 @@ class TeacherConfig(ModelConfig):
     The template replaces the last message, for which {prompt} stands; {answer} and {hint} are fields of the prompt
     file.
     """
+    system_prompt: Learned[str | None] = None
+    """system message that the teacher reads, in place of a row's or before all others; null: the student's
+
+    With this key or one of the next two, the teacher reads a prompt of its own, in its own chat template.
+    """
+    chat_template: Learned[FilePath | None] = None
+    """Jinja file in place of the chat template of the teacher's tokenizer; null: its own"""
+    chat_template_args: Learned[dict[str, Any]] = field(default_factory=dict)
+    """variables for the teacher's chat template, merged over `data.chat_template_args`"""
     weights: Learned[TeacherWeights] = "own"
     """its own, or the student's: current, moving average, or before training
 
@@ -212,6 +227,7 @@ class TeacherConfig(ModelConfig):
                 f"teacher.prompt={self.prompt!r}: expected a text with {{prompt}}, which stands for what the student "
                 "reads; put it in"
             )
+        _check_system_prompt(self.system_prompt, "teacher.system_prompt")
         if self.placement == "colocated" and self.ranks is not None:
             raise ValueError(f"teacher.ranks={self.ranks} is for teacher.placement=dedicated; set it to null")
         return self
@@ -229,10 +245,21 @@ class TeacherSource(ModelSource):
     """directory of its bridge; null: it has the student's shape"""
     name: Free[str | None] = None
     """its name in metrics; null: its data sources"""
+    system_prompt: Learned[str | None] = None
+    """system message that it reads; null: `teacher.system_prompt`"""
+    chat_template: Learned[FilePath | None] = None
+    """Jinja file in place of the chat template of its tokenizer; null: `teacher.chat_template`"""
+    chat_template_args: Learned[dict[str, Any]] = field(default_factory=dict)
+    """variables for its chat template, merged over `teacher.chat_template_args`"""
     engine: Learned[TeacherEngine | None] = None
     """who computes its states; null: `teacher.engine`"""
     endpoints: Free[list[str] | None] = None
     """addresses of its servers, which somebody else runs; null: `teacher.vllm.endpoints`"""
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _check_own_system_prompt(cls, text: str | None) -> str | None:
+        return _check_system_prompt(text, "system_prompt")
 
     @property
     def label(self) -> str:

@@ -59,7 +59,9 @@ def parse(text: str, *, may_be_text: bool, may_be_list: bool, may_be_group: bool
     except HydraException as error:
         if may_be_text and value[:1] not in ("[", "{", "'", '"'):
             return parser.parse_override(as_text)
-        raise ValueError(f"{key}={value}: {_what_is_wrong(key, value)}") from error
+        message = f"{key}={value}: {_what_is_wrong(key, value)}"
+        may_hold_secret = key.endswith((".flags", ".endpoints"))
+        raise ValueError(message.replace(value, "(not shown)") if may_hold_secret else message) from error
     if not parsed.is_sweep_override():
         return parsed
     if may_be_text and not may_be_list:

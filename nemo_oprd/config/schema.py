@@ -7,8 +7,9 @@ between groups are in `checks.py`; rules that need the models' config.json are i
 
 from __future__ import annotations
 
+from dataclasses import dataclass as frozen_dataclass
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -40,6 +41,21 @@ __all__ = [
     "TrainConfig",
     "VllmConfig",
 ]
+
+
+@frozen_dataclass(frozen=True)
+class OwnConversation:
+    """How a teacher's conversation differs from the student's, by the keys with these names.
+
+    Attributes:
+        chat_template_args: all that its template gets, those of `data` included.
+        is_set: whether any of the keys is set for this teacher.
+    """
+
+    system_prompt: str | None
+    chat_template: str | None
+    chat_template_args: dict[str, Any]
+    is_set: bool
 
 
 @dataclass(config=STRICT)
@@ -80,6 +96,26 @@ class Config:
         model = self.teacher if TEACHER_KINDS[self.teacher.weights].own_model else self.student
         bridge = None if self.bridge.path == "none" else self.bridge.path
         return [TeacherSource(model.hf_path, model.checkpoint, model.provider, bridge=bridge)]
+
+    def conversation_of(self, number: int) -> OwnConversation:
+        """The keys of teacher `number`'s conversation: its own, or those of `teacher`."""
+        shared, own = self.teacher, self.teacher_sources[number]
+        system_prompt = own.system_prompt if own.system_prompt is not None else shared.system_prompt
+        chat_template = own.chat_template or shared.chat_template
+        variables = {**shared.chat_template_args, **own.chat_template_args}
+        is_set = system_prompt is not None or chat_template is not None or bool(variables)
+        return OwnConversation(
+            system_prompt, chat_template, {**self.data.chat_template_args, **variables}, is_set=is_set
+        )
+
+    def has_own_prompt(self, number: int) -> bool:
+        """Whether teacher `number` reads another prompt than the student, before the student's response ids."""
+        return self.teacher.prompt is not None or self.conversation_of(number).is_set
+
+    @property
+    def own_prompts(self) -> list[int]:
+        """The numbers of the teachers that read another prompt than the student."""
+        return [number for number in range(len(self.teacher_sources)) if self.has_own_prompt(number)]
 
     def is_served(self, source: TeacherSource) -> bool:
         """Whether vLLM servers compute this teacher."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Literal
 
@@ -20,6 +22,33 @@ from nemo_oprd.config.types import (
     Share,
     Size,
 )
+
+# flags of vLLM that no server of a run takes, and why
+_LISTENS = "a run alone says where its servers listen and who may call them"
+_SHOWS = "the configuration is saved with the run, and all users of a machine see the arguments of its programs"
+_NOT_FLAGS = dict.fromkeys(
+    ("--host", "--port", "--uds", "--grpc", "--grpc-port", "--api-key", "--middleware", "--root-path"), _LISTENS
+)
+_NOT_FLAGS |= {"--hf-token": _SHOWS, "--config": "a file could hold any other argument"}
+
+
+def check_flags(flags: Sequence[str | int | float]) -> None:
+    """Raises ValueError for flags that would let others in, or would show a secret to them.
+
+    vLLM takes `_` for `-`, every unambiguous beginning of a flag for the flag, and what follows `=`, `.` or `+` for a
+    part of its value; beginnings that it refuses itself are refused here, too.
+    """
+    for flag in map(str, flags):
+        name = re.split(r"[=.+]", flag, maxsplit=1)[0].replace("_", "-")
+        meant = next(
+            (each for each in _NOT_FLAGS if len(name) > 2 and name[:2] == "--" and each.startswith(name)), None
+        )
+        if meant is not None:
+            short = "" if name == meant else f", which vLLM may read as {meant}"
+            raise ValueError(
+                f"{{key}}.flags holds {name}{short}, but {_NOT_FLAGS[meant]}; expected other arguments of vLLM: remove "
+                "it (docs/security.md)"
+            )
 
 
 @dataclass(config=STRICT)
@@ -67,6 +96,7 @@ class ServerConfig:
 
     @model_validator(mode="after")
     def _check(self) -> ServerConfig:
+        check_flags(self.flags)
         if self.endpoints and (self.replicas is not None or self.placement == "dedicated"):
             raise ValueError(  # {key}: rollout.vllm or teacher.vllm
                 f"{{key}}.endpoints={self.endpoints} with replicas={self.replicas} and placement="

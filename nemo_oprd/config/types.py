@@ -44,6 +44,8 @@ NonNegativeFloat = Annotated[float, _ZERO_OR_MORE]
 def _as_path(text: str) -> str:
     if not text:
         raise ValueError("{key}='': expected a path; give one, or leave the key out")
+    if "\0" in text:
+        raise ValueError(f"{{key}}={text!r}: holds a null character; expected a path: correct it")
     return os.path.expanduser(text)
 
 

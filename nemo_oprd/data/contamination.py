@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_oprd.data.conversation import fields_beside_text
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.data.text import normalize, without_instructions, words_of
 
@@ -50,14 +51,18 @@ class Texts:
     """The texts of one file in the forms that are compared.
 
     Attributes:
-        forms: per prompt, the normal forms of its last message, with and without the file's instructions.
-        words: per prompt, the words of its last message without the instructions.
+        forms: per prompt, the normal forms of its problem, with and without the file's instructions, and what else the
+            chat template reads.
+        words: per prompt, the words of its problem without the instructions.
     """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        contents = [prompt.messages[-1]["content"] for prompt in prompts]
+        contents = [prompt.text for prompt in prompts]
         bodies = [normalize(text) for text in without_instructions(contents)]
-        self.forms = [{body, normalize(text)} for body, text in zip(bodies, contents, strict=True)]
+        others = [fields_beside_text(prompt.messages, prompt.tools) for prompt in prompts]
+        self.forms = [
+            {body + other, normalize(text) + other} for body, text, other in zip(bodies, contents, others, strict=True)
+        ]
         self.words = [words_of(body) for body in bodies]
 
 

@@ -203,7 +203,7 @@ def _say_contained(
     same = len({overlap.problem for overlap in certain if overlap.same_text})
     example = next((overlap for overlap in certain if overlap.same_text), certain[0])
     file, prompt = flat[example.training]
-    text = shortened(problems[example.problem].messages[-1]["content"])
+    text = shortened(problems[example.problem].text)
     counted = (
         f"{number:,} of {len(problems):,} problems of {name} stand in data.train ({same:,} with the same text, "
         f"{number - same:,} by sequences of {SEQUENCE_WORDS} words), e.g. problem {example.problem} in prompt "
@@ -226,8 +226,8 @@ def _set_content(problems: Sequence[Prompt], overlaps: list[Overlap], flat: list
         file, prompt = flat[overlap.training]
         examples.append({
             "problem": overlap.problem, "contained": overlap.is_contained, "same_text": overlap.same_text,
-            "share": round(overlap.share, 4), "text": problems[overlap.problem].messages[-1]["content"],
-            "training_file": file, "training_prompt": prompt.index, "training_text": prompt.messages[-1]["content"],
+            "share": round(overlap.share, 4), "text": problems[overlap.problem].text,
+            "training_file": file, "training_prompt": prompt.index, "training_text": prompt.text,
         })  # fmt: skip
     return {
         "problems": len(problems),

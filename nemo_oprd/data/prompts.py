@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.runtime.files import parse_json, why_no_file
+from nemo_oprd.data import conversation
+from nemo_oprd.data.conversation import SHAPES, TOOL_ROLES, UNREAD, Message, Tool, refused
+from nemo_oprd.runtime.files import parse_json, refuse_lfs_pointer, why_no_file
 
 # the name of the validation set that `data.held_out` makes
 HELD_OUT = "held_out"
-PROMPT_FIELDS = ("prompt", "problem", "question")
 # where a file may say what a problem is about and how hard it is; the first that is there counts
 SUBJECT_FIELDS, LEVEL_FIELDS = ("subject", "type"), ("level", "difficulty")
-OTHER_FIELDS = ("answer", "hint", "data_source", "reward_model", "extra_info", "id")
-FIELDS = (*PROMPT_FIELDS, *SUBJECT_FIELDS, *LEVEL_FIELDS, *OTHER_FIELDS)
-SHAPES = (
-    "{prompt: [{role, content}], data_source, reward_model: {ground_truth}} or {prompt|problem|question: text, answer}"
-)
+OTHER_FIELDS = ("answer", "hint", "data_source", "agent_ref", "reward_model", "extra_info", "id")
+FIELDS = (*conversation.FIELDS, *SUBJECT_FIELDS, *LEVEL_FIELDS, *OTHER_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -31,27 +29,48 @@ class Prompt:
     """One problem to respond to.
 
     Attributes:
-        messages: the conversation so far, each message `{"role": ..., "content": ...}`.
+        messages: the conversation so far, each message `{"role": ..., "content": ...}` with all further fields of the
+            file, such as `tool_calls`.
         answer: the reference answer, not a worked solution; None if the file has none.
-        data_source: the name of the data set that the problem comes from, as the file gives it; by default the file's
-            name without its extension.
+        data_source: the name of the data set that the problem comes from, as the file gives it; by default the name of
+            the agent in NeMo Gym's `agent_ref`, else the file's name without its extension.
         index: position in the file, from 0, not counting blank lines.
         hint: privileged information for the teacher only, such as a worked solution; None if the file has none.
         subject, level: what the problem is about and how hard it is, for tables; None if the file does not say.
+        tools: JSON schemas of the functions that the model may call, for the chat templates.
 
     Example: `Prompt(({"role": "user", "content": "What is 2+3?"},), "5", "toy", 0)`.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     answer: str | None
     data_source: str
     index: int
     hint: str | None = None
     subject: str | None = None
     level: str | None = None
+    tools: tuple[Tool, ...] = ()
 
-    def teacher_messages(self, template: str | None) -> tuple[dict[str, str], ...]:
-        """The conversation that the teacher reads: the last message is inserted into `template` (`teacher.prompt`).
+    @property
+    def asked(self) -> int:
+        """The index of the message with the problem: the last one, or the user's before the results of calls."""
+        last = len(self.messages) - 1
+        if self.messages[last]["role"] not in TOOL_ROLES:
+            return last
+        return next((i for i in range(last, -1, -1) if self.messages[i]["role"] == "user"), last)
+
+    @property
+    def text(self) -> str:
+        """The problem: the content of the last message, or of the user's last one if the results of calls follow it."""
+        return str(self.messages[self.asked]["content"])
+
+    def with_text(self, text: str) -> tuple[Message, ...]:
+        """The conversation with another problem."""
+        at = self.asked
+        return (*self.messages[:at], {**self.messages[at], "content": text}, *self.messages[at + 1 :])
+
+    def teacher_messages(self, template: str | None) -> tuple[Message, ...]:
+        """The conversation that the teacher reads: the problem is inserted into `template` (`teacher.prompt`).
 
         {prompt}, {answer} and {hint} are replaced; other braces, as in formulas, are kept. Without a template the
         conversation is unchanged.
@@ -61,25 +80,23 @@ class Prompt:
         """
         if template is None:
             return self.messages
-        last = self.messages[-1]
-        known = {"prompt": last["content"], "answer": self.answer, "hint": self.hint}
+        known = {"prompt": self.text, "answer": self.answer, "hint": self.hint}
         missing = [name for name, value in known.items() if value is None and f"{{{name}}}" in template]
         if missing:
             raise ValueError(
                 f"no {missing[0]}, but teacher.prompt contains {{{missing[0]}}}; expected a field {missing[0]!r}: "
                 "add it, remove the prompt, or change teacher.prompt"
             )
-        content = re.sub(r"\{(prompt|answer|hint)\}", lambda found: str(known[found[1]]), template)
-        return (*self.messages[:-1], {**last, "content": content})
+        return self.with_text(re.sub(r"\{(prompt|answer|hint)\}", lambda found: str(known[found[1]]), template))
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
     """Reads all prompts of a `.parquet` or `.jsonl` file, in file order.
 
-    A row holds a conversation, or a plain text that becomes one user message. The answer is
-    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer is
-    None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in `extra_info`, describe the problem;
-    ids of the MATH data set hold its subject. Other fields are ignored.
+    A row holds a conversation (`conversation.py`), or a plain text that becomes one user message. The answer is
+    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer, or
+    one that is a list or an object, is None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in
+    `extra_info`, describe the problem; ids of the MATH data set hold its subject. Other fields are ignored.
 
     Raises:
         ValueError: the file is missing, empty, unreadable or has an unknown extension, or a row has none of the known
@@ -107,48 +124,67 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             if not line.strip():
                 continue
-            yield where, parse_json(line, where, "a prompt", "write one UTF-8 JSON object per line")
+            yield where, parse_json(line, where, "a prompt", "write one UTF-8 JSON object per line", encodes=True)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (where, row); reads only the columns that may be needed."""
+    """Yields (where, row); reads only the columns that may be needed, and of columns of images only what shows them."""
     import pyarrow as pa  # imported only for parquet files, because the import takes some 100 ms
     import pyarrow.parquet as pq
 
+    refuse_lfs_pointer(path)
     try:
         with pq.ParquetFile(path) as file:
-            columns = [name for name in file.schema_arrow.names if name in FIELDS]
-            rows = file.read(columns=columns).to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
+            names = [name for name in file.schema_arrow.names if name in FIELDS]
+            _refuse_unread(path, file, [name for name in names if name in UNREAD])
+            columns = [name for name in names if name not in UNREAD]
+            rows = file.read(columns=columns).to_pylist(maps_as_pydicts="strict")
+    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}); download or write it again") from error
     for number, row in enumerate(rows):
-        yield f"{path}, row {number}", row
+        yield f"{path}, row {number}", conversation.without_nulls(row)
+
+
+def _refuse_unread(path: Path, file: Any, names: list[str]) -> None:
+    """Raises ValueError if a column that is not read has content in a row; null and empty lists are none.
+
+    Batch by batch: a column of images may not fit into memory.
+    """
+    for name in names:
+        before = 0
+        for batch in file.iter_batches(batch_size=64, columns=[name]):
+            for number, value in enumerate(batch.column(0)):
+                filled = value.is_valid and (not hasattr(value, "__len__") or len(value) > 0)
+                if filled and (plain := value.as_py()) not in conversation.NO_CONTENT:
+                    raise conversation.unread(f"{path}, row {before + number}", name, plain, UNREAD[name])
+            before += batch.num_rows
 
 
 def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     if not isinstance(row, dict):
-        raise _refused(where, row, f"an object of the shape {SHAPES}")
-    field = next((name for name in PROMPT_FIELDS if row.get(name) is not None), None)
-    if field is None:
-        raise ValueError(f"{where}: none of the fields {', '.join(PROMPT_FIELDS)}; write rows of the shape {SHAPES}")
+        raise refused(where, row, f"an object of the shape {SHAPES}")
+    agent = row.get("agent_ref")  # of NeMo Gym, which chooses a response's teacher by it
     source = _text(row, "data_source", where, "the name of the data set")
+    if not source and isinstance(agent, dict):
+        source = _text(agent, "name", f"{where}: agent_ref", "the agent's name")
     hint = _text(row, "hint", where, "what the teacher may know")
-    messages = _messages(row[field], f"{where}: {field}")
+    messages, tools = conversation.read_conversation(row, where)
     return Prompt(
         messages,
-        _answer(row, where),
+        _answer(row),
         source or default_source,
         index,
         hint.strip() or None,
         _label(row, SUBJECT_FIELDS) or _subject_of_math(row.get("id")),
         _label(row, LEVEL_FIELDS),
+        tools,
     )
 
 
 def _text(row: dict[str, Any], name: str, where: str, meaning: str) -> str:
     value = row.get(name)
     if value is not None and not isinstance(value, str):
-        raise _refused(f"{where}: {name}", value, f"text; write {meaning}, or omit the field")
+        raise refused(f"{where}: {name}", value, f"text; write {meaning}, or omit the field")
     return value or ""
 
 
@@ -169,33 +205,10 @@ def _subject_of_math(identity: Any) -> str | None:
     return found[1] if found else None
 
 
-def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
-    """`where` names the file, the row and the field."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise _refused(where, value, "text or a non-empty list of {role, content}")
-    for number, message in enumerate(value):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not (isinstance(role, str) and role and isinstance(content, str) and content.strip()):
-            raise _refused(f"{where}, message {number}", message, "{role, content}, both text that is not blank")
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
-
-
-def _answer(row: dict[str, Any], where: str) -> str | None:
+def _answer(row: dict[str, Any]) -> str | None:
+    """The reference answer; None if there is none, or one that is no text and no number, as training needs none."""
     reward = row.get("reward_model")
-    if reward is not None and not isinstance(reward, dict):
-        raise _refused(f"{where}: reward_model", reward, "an object with ground_truth")
-    name, answer = "reward_model.ground_truth", (reward or {}).get("ground_truth")
-    if answer is None:
-        name, answer = "answer", row.get("answer")
-    if answer is None:
-        return None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise _refused(f"{where}: {name}", answer, "text or a number; write the final answer alone")
-    return str(answer).strip() or None
-
-
-def _refused(where: str, value: Any, expected: str) -> ValueError:
-    text = repr(value)
-    return ValueError(f"{where} is {text if len(text) <= 80 else text[:77] + '...'}, expected {expected}")
+    for value in (reward.get("ground_truth") if isinstance(reward, dict) else None, row.get("answer")):
+        if isinstance(value, str | int | float) and not isinstance(value, bool) and value == value:  # nan is no number
+            return str(value).strip() or None
+    return None

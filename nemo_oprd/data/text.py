@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
+from nemo_oprd.data.conversation import fields_beside_text
 from nemo_oprd.data.prompts import Prompt
 
 # of LaTeX: marks of formulas, sizes of brackets, thin spaces
@@ -44,14 +45,15 @@ def words_of(normal: str) -> list[str]:
 
 
 def identity(prompt: Prompt, suffix: str | None = None) -> str:
-    """The text that identifies a problem: the normal forms of all its messages, without `suffix` at the end.
+    """The text that identifies a problem: the normal forms of all its messages, without `suffix` at the problem's end.
 
-    Prompts with one identity are the same problem: they count as duplicates, and a held-out split keeps them together.
+    What else a chat template reads, such as calls and tools, is a part of it. Prompts with one identity are the same
+    problem: they count as duplicates, and a held-out split keeps them together.
     """
-    parts = [normalize(message["content"]) for message in prompt.messages]
+    parts = [normalize(message.get("content") or "") for message in prompt.messages]
     if suffix is not None:
-        parts[-1] = parts[-1].removesuffix(normalize(suffix)).rstrip()
-    return "\n".join(parts)
+        parts[prompt.asked] = parts[prompt.asked].removesuffix(normalize(suffix)).rstrip()
+    return "\n".join([*parts, *filter(None, [fields_beside_text(prompt.messages, prompt.tools)])])
 
 
 def share_of(identity_text: str) -> float:
@@ -73,9 +75,9 @@ class SuffixCounts:
 
 
 def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Prompt], SuffixCounts]:
-    r"""The prompts with `suffix` at the end of their last message, and the counts of what was done.
+    r"""The prompts with `suffix` at the end of their problem (`Prompt.text`), and the counts of what was done.
 
-    A prompt that has the suffix already, anywhere in its last message and with any spacing, is unchanged. A suffix of
+    A prompt that has the suffix already, anywhere in its problem and with any spacing, is unchanged. A suffix of
     one or two words counts at the end only, because problems may hold such words themselves. If the suffix asks for
     `\boxed{}`, a prompt that asks for it in other words is unchanged, too. A line break or a space at the beginning of
     `suffix` is kept; without one, a space is put in between.
@@ -86,15 +88,14 @@ def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Pro
     joint = suffix if suffix[:1].isspace() else f" {suffix}"
     result, added, present, other_words = [], 0, 0, 0
     for prompt in prompts:
-        content = prompt.messages[-1]["content"]
+        content = prompt.text
         if _has(content, suffix, normal):
             present += 1
         elif asks_for_box and _EMPTY_BOX.search(content):
             other_words += 1
         else:
             added += 1
-            last = {**prompt.messages[-1], "content": content.rstrip() + joint}
-            prompt = replace(prompt, messages=(*prompt.messages[:-1], last))
+            prompt = replace(prompt, messages=prompt.with_text(content.rstrip() + joint))
         result.append(prompt)
     return result, SuffixCounts(added, present, other_words)
 

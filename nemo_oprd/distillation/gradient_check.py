@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.step import StepResult
@@ -38,14 +39,17 @@ def _random_rollouts(distiller: Distiller) -> list[Rollout]:
     """Two short rollouts per teacher for every data-parallel rank of the student."""
     config, objective = distiller.config, distiller.objective
     draw = np.random.default_rng(config.seed)
-    vocab_size = min(objective.student.vocab_size, *(match.spec.vocab_size for match in objective.teachers))
-    uniform = np.full(8, -math.log(vocab_size))  # the log-probabilities of ids that are drawn with equal probability
+    shared = TokenIds(objective.student.vocab_size) if objective.sampled is None else objective.sampled
+    for match in objective.teachers:
+        shared &= match.shared
+    known = np.flatnonzero(shared.mask)
+    uniform = np.full(8, -math.log(len(known)))  # the log-probabilities of ids that are drawn with equal probability
     rollouts = []
     for number in range(len(distiller.teachers)):
         source = distiller.routing.example(number)
-        ids = draw.integers(0, vocab_size, (2 * distiller.student.role.layout.data, 16))
+        ids = known[draw.integers(0, len(known), (2 * distiller.student.role.layout.data, 16))]
         for row in ids:
-            teacher_prompt = None if config.teacher.prompt is None else row[12:]
+            teacher_prompt = row[12:] if config.has_own_prompt(number) else None
             rollouts.append(
                 Rollout(row[:4], row[4:12], data_source=source, teacher_prompt_ids=teacher_prompt, logprobs=uniform)
             )

@@ -90,7 +90,7 @@ def output_head_losses(
     group: MicrobatchGroup,
     student: Student,
     objective: StepObjective,
-    sampled_logprobs: list[torch.Tensor | None] | None,
+    sampled_logprobs: list[tuple[torch.Tensor, torch.Tensor | None] | None] | None,
 ) -> list[OutputHeadLoss | None]:
     """Per microbatch, its output loss; None without one, before the last stage, and where no output targets came.
 
@@ -114,11 +114,13 @@ def output_head_losses(
             losses.append(None)
             continue
         row = torch.from_numpy(local.table_index)
+        old = None if sampled_logprobs is None else sampled_logprobs[m]
+        shared = objective.run.teachers[teacher].shared
         loss = OutputHeadLoss(
             loss=term.loss,
             rows=final_state_rows(local, packs[m], student.role),
             model=model,
-            shard=vocab_shard(model, student.role, objective.run.teachers[teacher].shared_vocab),
+            shard=vocab_shard(model, student.role, shared, objective.run.sampled),
             tokens=on_device(tokens[row]),
             weight=on_device(weight[row]),
             response=on_device(response[row]),
@@ -126,7 +128,8 @@ def output_head_losses(
             teacher_head=student.teacher_head(teacher) if term.sends_states else None,
             scale=term.weight,
             chunk_tokens=term.chunk_tokens,
-            old_logprob=None if sampled_logprobs is None else sampled_logprobs[m],
+            old_logprob=None if old is None else old[0],
+            old_sampler_logprob=None if old is None else old[1],
             engine_logprob=None if engine_logprob is None else on_device(engine_logprob[row]),
             token_slots=None if slots is None else on_device(slots[row]),
         )

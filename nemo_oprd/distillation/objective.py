@@ -24,6 +24,7 @@ from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
 from nemo_oprd.config.schema import Config, OutputLossConfig, RepresentationLossConfig, RolloutConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
@@ -96,7 +97,7 @@ class TeacherMatch:
     layers: dict[int, int]  # supervised student layer -> teacher layer, both 1-based
     bridge: Bridge | None  # projects the states of both models before they are compared; None: no projection
     final_layer: int | None  # the teacher's last layer if its state is taken after the final norm
-    shared_vocab: int  # number of ids that both models know. Models of one family pad their vocabularies differently
+    shared: TokenIds  # the ids that both models know. Models of one family pad their vocabularies differently
 
     @property
     def width(self) -> int:
@@ -136,6 +137,7 @@ class Objective:
     trains_bridge: bool = False  # whether the student's side of the bridge is trained with the student
     weights: tuple[Weight, Weight] = (1.0, 0.0)
     router_weights: tuple[float, float] = (0.0, 0.0)
+    sampled: TokenIds | None = None  # the ids that can be sampled, for a correction; None: all that are compared
     replays_routes: bool = False  # whether the student's tokens visit the experts that their rollouts have recorded
 
     @staticmethod
@@ -144,7 +146,7 @@ class Objective:
         student: ModelSpec,
         teachers: Sequence[tuple[ModelSpec, dict[int, int]]],
         layer_weights: dict[int, float],
-        same_tokenizer: Callable[[int], bool] = lambda number: False,
+        shared_ids: Callable[[int], TokenIds | None] = lambda number: None,
         *,
         fitting: bool = False,
     ) -> Objective:
@@ -153,8 +155,9 @@ class Objective:
         Args:
             teachers: one per entry of `config.teacher_sources`, with its pairs: student layer -> teacher layer.
             layer_weights: student layer -> weight, as in `Objective`.
-            same_tokenizer: teacher's number -> whether the teacher has the student's tokenizer. Called if the models
-                have vocabularies of different sizes, because the difference may be padding.
+            shared_ids: teacher's number -> the ids that the student and this teacher know by their tokenizers; None if
+                these differ, or if there are none. Recorded rollouts are compared on all ids for which both models
+                have rows; for these it is called only if the sizes differ, because the difference may be padding.
             fitting: for fit-bridge: the models may differ in shape, all response tokens are rows, and there is no
                 output loss.
 
@@ -164,13 +167,12 @@ class Objective:
         loss, identity = config.loss.representation, model_identity(student, config.student.path)
         matches = []
         for number, ((spec, pairs), source) in enumerate(zip(teachers, config.teacher_sources, strict=True)):
-            if config.teacher.reads == "ids" and student.vocab_size != spec.vocab_size and not same_tokenizer(number):
-                raise ValueError(
-                    f"student and teacher have vocabularies of {student.vocab_size} and {spec.vocab_size} ids; the "
-                    "teacher cannot read ids of another tokenizer: set teacher.reads=text, or choose a teacher "
-                    "with the student's tokenizer"
-                )
-            matches.append(_match(loss, source, student, identity, spec, pairs, fitting=fitting))
+            only_rows = fitting or config.rollout.replay is not None
+            by_tokenizer = None
+            if config.teacher.reads == "ids" and not (only_rows and student.vocab_size == spec.vocab_size):
+                by_tokenizer = shared_ids(number)
+            shared = _shared(config, student, spec, by_tokenizer, only_rows=only_rows)
+            matches.append(_match(loss, source, shared, identity, spec, pairs, fitting=fitting))
         for width in sorted({match.width for match in matches}):  # the loss is tried on rows of every width
             tried_width = None if fitting else width
             row_loss = resolve_row_loss(loss.kind, loss.kind_args, loss.dim_reduction, tried_width)
@@ -307,10 +309,30 @@ def model_identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None
     return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, tokenizer, name=name)
 
 
+def _shared(
+    config: Config, student: ModelSpec, teacher: ModelSpec, by_tokenizer: TokenIds | None, *, only_rows: bool
+) -> TokenIds:
+    """`TeacherMatch.shared`; ValueError if the teacher cannot read the student's ids.
+
+    Args:
+        by_tokenizer: what `shared_ids` of `Objective.build` found.
+        only_rows: take all ids for which both models have rows.
+    """
+    if config.teacher.reads == "ids" and student.vocab_size != teacher.vocab_size and by_tokenizer is None:
+        raise ValueError(
+            f"student and teacher have vocabularies of {student.vocab_size} and {teacher.vocab_size} ids; the "
+            "teacher cannot read ids of another tokenizer: set teacher.reads=text, or choose a teacher "
+            "with the student's tokenizer"
+        )
+    if only_rows or by_tokenizer is None:
+        return TokenIds(min(student.vocab_size, teacher.vocab_size))
+    return by_tokenizer
+
+
 def _match(
     loss: RepresentationLossConfig,
     source: TeacherSource,
-    student: ModelSpec,
+    shared: TokenIds,
     identity: ModelIdentity,
     teacher: ModelSpec,
     pairs: dict[int, int],
@@ -333,8 +355,7 @@ def _match(
                 "which have no gradient; expected rank 2 or more: fit again with a larger bridge.rank, or use mse"
             )
     after_norm = loss.final_norm and teacher.num_layers in pairs.values()
-    shared_vocab = min(student.vocab_size, teacher.vocab_size)
-    return TeacherMatch(teacher, pairs, bridge, teacher.num_layers if after_norm else None, shared_vocab)
+    return TeacherMatch(teacher, pairs, bridge, teacher.num_layers if after_norm else None, shared)
 
 
 def _bridge(

@@ -19,6 +19,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.plan import LocalRows
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, OUTPUT_METRICS, output_values
 from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
@@ -95,11 +96,15 @@ def final_state_rows(local: LocalRows, pack: Pack, role: Role) -> FinalStateRows
     return FinalStateRows(owned, on_device(index), len(local.hidden_index), role.member_groups.tp)
 
 
-def vocab_shard(model: DistillingModel, role: Role, vocab_size: int) -> VocabShard:
-    """This tensor rank's shard of the padded vocabulary, of which only the first `vocab_size` ids are used."""
+def vocab_shard(model: DistillingModel, role: Role, ids: TokenIds, sampled: TokenIds | None = None) -> VocabShard:
+    """This tensor rank's shard of the padded vocabulary, of which only `ids` are used.
+
+    `sampled`: those of them that can be sampled, where a correction needs them; None: all.
+    """
     size = model.output_weight().shape[0]
     group = role.member_groups.tp if role.layout.tensor > 1 else None
-    return VocabShard(role.member_coords.tensor * size, size, vocab_size, group, model.output_cap)
+    shard = VocabShard(role.member_coords.tensor * size, size, ids.limit, group, model.output_cap, ids.gaps)
+    return shard if sampled in (None, ids) else replace(shard, unsampled=sampled.missing_below(ids.limit))
 
 
 def read_teacher_head(spec: ModelSpec, read: TensorReader) -> OutputHead:
@@ -122,10 +127,10 @@ def load_teacher_head(
     if not model.post_process:
         return None
     whole = read_teacher_head(match.spec, read)
-    shard = vocab_shard(model, role, match.shared_vocab)
+    shard = vocab_shard(model, role, match.shared)
 
     def part(ids_first: torch.Tensor) -> torch.Tensor:
-        held = ids_first[shard.start : min(shard.start + shard.size, match.shared_vocab)].to(device(), dtype)
+        held = ids_first[shard.start : min(shard.start + shard.size, match.shared.limit)].to(device(), dtype)
         # zero rows for the ids that only one of the models has; the loss ignores these ids
         return torch.cat([held, held.new_zeros(shard.size - len(held), *held.shape[1:])])
 
@@ -139,7 +144,8 @@ class OutputHeadLoss:
     `teacher` holds the teacher's log-probability and entropy per row [n, 2], or its final hidden states [n, D], which
     `teacher_head` turns into logits (D is the teacher's hidden size here).
     `scale` is the weight of the loss in the total loss; with 0 the loss is only measured. `old_logprob` holds the
-    tokens' log-probabilities under the weights that sampled them; None if these are the current weights.
+    tokens' log-probabilities under the weights that sampled them, `old_sampler_logprob` those among the ids that can be
+    sampled; None if these are the current weights.
     `engine_logprob` holds them as the engine computed them; None without a correction. `token_slots` says where the
     rows' values are kept per token
     (`TokenSlots.of_rows`); None: they are not kept.
@@ -157,6 +163,7 @@ class OutputHeadLoss:
     scale: float
     chunk_tokens: int
     old_logprob: torch.Tensor | None = None  # [n]
+    old_sampler_logprob: torch.Tensor | None = None  # [n]
     engine_logprob: torch.Tensor | None = None  # [n] float32
     token_slots: torch.Tensor | None = None  # [n] int64
     sums: OutputSums | None = None
@@ -176,7 +183,7 @@ class OutputHeadLoss:
             teacher = TeacherStates(self.teacher, self.teacher_head)
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
         settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
-        settings["engine_logprob_N"] = self.engine_logprob
+        settings |= {"engine_logprob_N": self.engine_logprob, "old_sampler_logprob_N": self.old_sampler_logprob}
         settings["keep"] = () if self.token_slots is None else OUTPUT_METRICS
         if self.scale:
             result = chunked_output_loss(*arguments, **settings, scale=self.scale, head_grad=main_gradient(head))

@@ -21,6 +21,7 @@ from nemo_oprd.batch.position_bins import sums_of_first
 from nemo_oprd.batch.token_table import TokenTable
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
 from nemo_oprd.distillation.student import Student
@@ -54,11 +55,11 @@ MIN_TOKENS_OF_RESPONSE = 4
 class SamplingCheck:
     """The check of one run. Every rank builds one and calls it alike.
 
-    Only ids below `vocab_limit` are sampled; None: all ids of the student's vocabulary.
+    Only the ids `sampled` are sampled; None: all ids of the student's vocabulary.
     """
 
-    def __init__(self, config: Config, vocab_limit: int | None) -> None:
-        self._config, self._vocab_limit = config, vocab_limit
+    def __init__(self, config: Config, sampled: TokenIds | None) -> None:
+        self._config, self._sampled = config, sampled
         self._tokens = config.rollout.vllm.check_tokens
 
     def __call__(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
@@ -91,7 +92,7 @@ class SamplingCheck:
         table = _draw(rollouts, self._tokens, self._config.seed, step)
         if not len(table):
             return None
-        trainer = student_logprobs(student, rollouts, table, self._config, self._vocab_limit)
+        trainer = student_logprobs(student, rollouts, table, self._config, self._sampled)
         return table.engine_logprobs(rollouts).astype(np.float64), trainer, table
 
 
@@ -177,9 +178,12 @@ def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTab
 
 @torch.no_grad()
 def student_logprobs(
-    student: Student, rollouts: list[Rollout], table: TokenTable, config: Config, vocab_limit: int | None
+    student: Student, rollouts: list[Rollout], table: TokenTable, config: Config, sampled: TokenIds | None
 ) -> np.ndarray:
-    """The student's log-probabilities float64 [n] of tokens in the distribution of `config.rollout`, on every rank."""
+    """The student's log-probabilities float64 [n] of tokens in the distribution of `config.rollout`, on every rank.
+
+    That distribution is over the ids `sampled`; None: over all ids of the student's vocabulary.
+    """
     values = torch.zeros(len(table), dtype=torch.float64, device=device())
     role, spec, coords = student.role, student.spec, student.role.coords
     if coords is not None:
@@ -202,7 +206,7 @@ def student_logprobs(
                 torch.cat([capture.final for capture in captures if capture.final is not None]),
                 model.output_weight(),
                 on_device(table.tokens(rollouts)[rows]),
-                vocab_shard(model, role, vocab_limit or spec.vocab_size),
+                vocab_shard(model, role, TokenIds(spec.vocab_size) if sampled is None else sampled),
                 temperature=config.rollout.temperature,
                 top_p=config.rollout.top_p,
                 chunk_tokens=config.loss.output.chunk_tokens,

@@ -32,8 +32,9 @@ from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.models.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
 from nemo_oprd.models.megatron.router_replay import Routes
 
-# per microbatch of a batch, the log-probabilities [n] of the output loss's tokens; None on ranks without these rows
-Logprobs: TypeAlias = list[torch.Tensor | None]
+# Per microbatch of a batch, the log-probabilities [n] of the output loss's tokens, and those among the ids that can be
+# sampled (None without a correction); None on ranks without these rows.
+Logprobs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor | None] | None]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class GradientAccumulation:
         for observer in observers:
             self._sums.add(observer.sums)
             output = observer.output
-            self.logprobs.append(None if output is None or output.sums is None else output.sums.student_logprob)
+            sums = None if output is None else output.sums
+            self.logprobs.append(None if sums is None else (sums.student_logprob, sums.sampler_logprob))
             if output is not None:
                 self._sums.add(output.named_sums(len(batch.rollouts), slots, counts_rows=coords.tensor == 0))
 

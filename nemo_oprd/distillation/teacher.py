@@ -205,7 +205,7 @@ class MegatronTeacher(Teacher):
         if not term.sends_states:
             tokens = on_device(plan.output.table.tokens(rollouts)[rows])
             model, temperature = self.chunks[-1], term.loss.temperature
-            arguments = states_ND, model.output_weight(), tokens, vocab_shard(model, self.role, match.shared_vocab)
+            arguments = states_ND, model.output_weight(), tokens, vocab_shard(model, self.role, match.shared)
             both = chunked_logprob(*arguments, temperature=temperature, chunk_tokens=term.chunk_tokens)
             values = torch.stack(both, dim=1)
         owned, last = plan.output.owned_rows(self.role.member_coords), objective.run.student.num_layers

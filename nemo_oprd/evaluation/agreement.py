@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
+
 REPETITION_NGRAMS = (2, 4)
 
 
@@ -72,23 +74,23 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 def sample_responses(
-    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], vocab_size: int, sampling: Sampling
+    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], known: TokenIds, sampling: Sampling
 ) -> list[Response]:
     """One response per prompt. The result depends on the seed, the prompts, their order and the batch size.
 
     Args:
-        vocab_size: ids from here on are padding of the embedding and are not sampled.
+        known: the ids that have a token; no others are sampled.
     """
     responses: list[Response] = []
     with torch.random.fork_rng():
         torch.manual_seed(sampling.seed)
         for first in tqdm(range(0, len(prompts), sampling.batch), desc="sampling", unit="batch"):
-            responses += _sample_batch(model, prompts[first : first + sampling.batch], eos_ids, vocab_size, sampling)
+            responses += _sample_batch(model, prompts[first : first + sampling.batch], eos_ids, known, sampling)
     return responses
 
 
 def _sample_batch(
-    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], vocab_size: int, sampling: Sampling
+    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], known: TokenIds, sampling: Sampling
 ) -> Iterator[Response]:
     from transformers import GenerationConfig
 
@@ -102,7 +104,7 @@ def _sample_batch(
         max_new_tokens=sampling.max_new_tokens,
         eos_token_id=list(eos_ids),
         pad_token_id=pad,
-        suppress_tokens=list(range(vocab_size, model.config.vocab_size)) or None,
+        suppress_tokens=[i for run in known.missing_below(model.config.vocab_size) for i in range(*run)] or None,
         **chosen,
     )
     output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)

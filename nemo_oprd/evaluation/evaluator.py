@@ -15,6 +15,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, say_suffix
 from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
 from nemo_oprd.data.text import with_suffix
+from nemo_oprd.data.tokenization.template_use import template_notes
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.evaluation.files import FACTS
 from nemo_oprd.evaluation.generations import Generations, SetKey, digest
@@ -63,16 +64,19 @@ class Evaluator:
             unanswered = [p.index for p in problems if p.answer is None]
             if unanswered:
                 raise ValueError(
-                    f"{where}: problem {unanswered[0]} has no answer to grade against; add "
-                    "an answer to each, or remove those without"
+                    f"{where}: problem {unanswered[0]} has no answer to grade against, expected text or a number (a "
+                    "list or an object is none); add an answer to each, or remove those without"
                 )
+            for line in self.graders.read(name, ((p.data_source, p.answer or "") for p in problems)):
+                report.say(line)
             for problem in problems:
                 try:
                     self.graders.of(name, problem.data_source).check(problem.answer or "")
                 except ValueError as error:
                     raise ValueError(f"{where}: problem {problem.index}: {error}") from error
             self.sets[name] = problems
-            self.ids[name] = [tokenizer.encode_prompt(list(p.messages)) for p in problems]
+            report.lines += template_notes(tokenizer, problems, where, "the model")
+            self.ids[name] = [tokenizer.encode_prompt(p.messages, p.tools) for p in problems]
             long = [p.index for p, ids in zip(problems, self.ids[name], strict=True) if len(ids) >= max_positions]
             if long:
                 raise ValueError(

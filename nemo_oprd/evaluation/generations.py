@@ -150,9 +150,10 @@ class Generations:
         old, new = _flat(existing), _flat(self.about)
         for name in [*new, *(name for name in old if name not in new)]:
             if old.get(name) != new.get(name):
+                dated = " (a chat template that writes the date makes other prompts every day)"
                 return (
                     f"{self._responses} holds responses with {name}={_shown(old.get(name))}, expected "
-                    f"{_shown(new.get(name))}; {_FIX}"
+                    f"{_shown(new.get(name))}{dated if name.endswith('.prompts') else ''}; {_FIX}"
                 )
         return None
 

@@ -22,6 +22,8 @@ RESAMPLES = 10_000
 CONFIDENCE = 0.95
 SEED = 0
 _CHUNK = 1_000_000  # numbers drawn at a time, 8 bytes each
+# of the largest value of a problem: what is less is left of sums that are 0 in exact arithmetic
+_ROUNDING = 1e-12
 CI = "/ci"
 PROBLEMS = "problems"
 
@@ -176,8 +178,13 @@ class Difference:
 
     @property
     def real(self) -> bool:
-        """Whether the interval excludes zero."""
+        """Whether the interval excludes zero; an interval that begins or ends at 0 contains it."""
         return self.low > 0 or self.high < 0
+
+    def decimals(self, scale: float, least: int) -> int:
+        """The decimals, at least `least`, with which no bound of a real difference times `scale` reads as 0."""
+        nearest = scale * min(abs(self.low), abs(self.high))
+        return max(least, math.ceil(-math.log10(2 * nearest)) if self.real else 0)
 
 
 def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
@@ -198,10 +205,20 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
         )
     gaps = {_unified(name): value for name, value in after.items()}
     others = {_unified(name): value for name, value in before.items()}
-    gaps = {name: gaps[name] - others[name] for name in gaps if name in others}
+    scales = {name: max(_largest(gaps[name]), _largest(others[name])) for name in gaps if name in others}
+    gaps = {name: gaps[name] - others[name] for name in scales}
     if len({name for name in (*after, *before) if name.startswith("avg@")}) > 1:
         gaps.pop(DIVERSITY, None)
-    return {name: Difference(float(np.nanmean(gaps[name])), *bounds) for name, bounds in bootstrap(gaps).items()}
+    found = {name: (float(np.nanmean(gaps[name])), *bounds) for name, bounds in bootstrap(gaps).items()}
+    return {
+        name: Difference(*(each if abs(each) > _ROUNDING * scales[name] else 0.0 for each in numbers))
+        for name, numbers in found.items()
+    }
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value; 0 if there are NaNs only."""
+    return float(np.max(np.abs(values), initial=0.0, where=np.isfinite(values)))
 
 
 def _unified(name: str) -> str:

@@ -64,6 +64,11 @@ def read_responses(
             if record.get("answer") not in (None, problems[number].answer):
                 changed.add(number)
             record |= {name: getattr(problems[number], name) for name in FACTS}
+        if problems is not None and record["answer"] is None:
+            raise ValueError(
+                f"{data}: problem {record['problem']} has no answer to grade against, expected text or a number (a "
+                "list or an object is none); add an answer to each"
+            )
         if not isinstance(record.get("answer"), str):
             raise ValueError(
                 f"{where}: no reference answer, expected a text in the field answer; give the set's file with --data "

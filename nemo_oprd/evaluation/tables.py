@@ -78,7 +78,7 @@ def _comparison(metrics_file: Path) -> str:
     if first == last or not (first.exists() and last.exists()):
         return ""
     found = compare(read_graded(last).values(), read_graded(first).values())
-    return differences(found, "student after", "before")
+    return differences(found, "student before", "after")
 
 
 def _evaluations(metrics_file: Path) -> list[dict[str, Any]]:
@@ -122,21 +122,22 @@ def details(rows: Rows) -> str:
     return _aligned(lines)
 
 
-def differences(found: Mapping[str, Mapping[str, Difference]], after: str, before: str) -> str:
+def differences(found: Mapping[str, Mapping[str, Difference]], before: str, after: str) -> str:
     """The paired differences of two evaluations per set, in percentage points or tokens.
 
     Args:
-        found: set -> metric -> difference.
-        after, before: labels of the evaluations.
+        found: set -> metric -> value after minus value before.
+        before, after: labels of the evaluations.
     """
     lines: list[list[str]] = []
     for name, metrics in sorted(found.items()):
         for metric in [each for each in metrics if each.startswith(_COMPARED) and each not in repeated(metrics)]:
             gap = metrics[metric]
             scale, unit = (1, "tokens") if metric == "avg_len" else (100, "points")
-            value = f"{scale * gap.value:+.1f} [{scale * gap.low:+.1f}, {scale * gap.high:+.1f}]"
+            digits = gap.decimals(scale, 1)
+            value, low, high = (f"{scale * each:+.{digits}f}" for each in (gap.value, gap.low, gap.high))
             verdict = "real: the interval excludes 0" if gap.real else "not shown: the interval contains 0"
-            lines.append([f"{name}  {after} - {before}", metric, f"{value} {unit}", verdict])
+            lines.append([f"{name}  {before} -> {after}", metric, f"{value} [{low}, {high}] {unit}", verdict])
     return _aligned(lines)
 
 

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from nemo_oprd.checkpointing.checkpointer import EVALUATION_DEFERRED, EvaluationOutcome
 from nemo_oprd.checkpointing.directory import iteration_directory, mark_best, prune, read_state
 from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.generations import Generations, model_identity, trained_identity
 from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
+from nemo_oprd.evaluation.teacher_lead import worse_teacher
 from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.observability.metrics_log import MetricsLog
@@ -141,7 +143,19 @@ class Validation:
         if self._config.evaluation.teacher:
             logger.info("evaluating the teacher")
             metrics |= self._evaluate_teacher(evaluator, student)
+            self._compare_with_teacher()
         self._log.write(0, metrics)
+
+    def _compare_with_teacher(self) -> None:
+        """Warns of a teacher that is worse than the student, such as one that was exchanged with it."""
+        teacher = self._config.teacher
+        # one of several teachers has some problems only, and one with a prompt of its own knows more than they tell
+        own_model = TEACHER_KINDS[teacher.weights].own_model
+        comparable = own_model and not self._config.own_prompts and not self._config.teachers
+        if comparable and dist.get_rank() == 0:
+            evaluations = Path(self._config.output) / EVALUATIONS
+            for line in worse_teacher(evaluations / step_directory(0), evaluations / "teacher"):
+                logger.warning(line)
 
     def _evaluate_teacher(self, evaluator: Evaluator, student: Student) -> dict[str, float]:
         """The teacher's metrics; the engine has the student's weights again afterwards."""

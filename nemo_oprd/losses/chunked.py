@@ -22,6 +22,7 @@ from nemo_oprd.losses.vocab_parallel import (
     compute_dtype,
     gather_ids,
     head_logits,
+    leave_out_gaps_,
     log_softmax_,
     matmul,
     slabs,
@@ -49,7 +50,8 @@ class OutputSums:
 
     `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, and `rows` is
     the number of rows: sum both over the data-parallel ranks before dividing. Without rows, the same metrics are 0.
-    `student_logprob` [N] is the student's log-probability of each row's token, `per_row` [N] each row's part of `loss`.
+    `student_logprob` [N] is the student's log-probability of each row's token, `sampler_logprob` [N] the one among the
+    ids that can be sampled (None without a correction), `per_row` [N] each row's part of `loss`.
     `kept` has the metrics that the caller asked for per row, name -> [N].
     """
 
@@ -59,6 +61,7 @@ class OutputSums:
     student_logprob: torch.Tensor
     per_row: torch.Tensor
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    sampler_logprob: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def chunked_output_loss(
     chunk_tokens: int,
     scale: float = 1.0,
     old_logprob_N: torch.Tensor | None = None,
+    old_sampler_logprob_N: torch.Tensor | None = None,
     engine_logprob_N: torch.Tensor | None = None,
     head_grad: torch.Tensor | None = None,
     train_head: bool = True,
@@ -98,7 +102,7 @@ def chunked_output_loss(
         weight_N: 1 / global counts, so that the local sums add up to the global mean.
         chunk_tokens: rows of a chunk.
         scale: multiplies the gradients only: the loss's weight times the schedule's factor.
-        old_logprob_N, engine_logprob_N: see `output_rows`.
+        old_logprob_N, old_sampler_logprob_N, engine_logprob_N: see `output_rows`.
         head_grad: a buffer to which the head's gradient is added (Megatron's main_grad, [size, D] float32); None starts
             from zeros.
         train_head: False leaves out the head's gradient.
@@ -117,10 +121,11 @@ def chunked_output_loss(
     elif head_grad.dtype != dtype:
         raise ValueError(f"head_grad is {head_grad.dtype}: chunks accumulate in {dtype}; pass such a buffer, or none")
     grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
-    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard, old_logprob_N, engine_logprob_N
+    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard
+    recorded = old_logprob_N, old_sampler_logprob_N, engine_logprob_N
     sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        rows = _rows(*arguments, chunk, with_grad=True)
+        rows = _rows(*arguments, recorded, chunk, with_grad=True)
         sums.add(rows, chunk)
         assert rows.grad_logits is not None
         rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
@@ -143,14 +148,16 @@ def output_metrics(
     *,
     chunk_tokens: int,
     old_logprob_N: torch.Tensor | None = None,
+    old_sampler_logprob_N: torch.Tensor | None = None,
     engine_logprob_N: torch.Tensor | None = None,
     keep: Sequence[str] = (),
 ) -> OutputSums:
     """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
-    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard, old_logprob_N, engine_logprob_N
+    arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard
+    recorded = old_logprob_N, old_sampler_logprob_N, engine_logprob_N
     sums = _Accumulator(weight_N, keep)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        sums.add(_rows(*arguments, chunk, with_grad=False), chunk)
+        sums.add(_rows(*arguments, recorded, chunk, with_grad=False), chunk)
     return sums.result()
 
 
@@ -172,7 +179,7 @@ def chunked_logprob(
     logprob_N = torch.zeros(len(hidden_ND), dtype=compute_dtype(hidden_ND), device=hidden_ND.device)
     entropy_N = torch.zeros_like(logprob_N)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        logits_CV = head_logits(hidden_ND[chunk], head_VD, shard)
+        logits_CV = leave_out_gaps_(head_logits(hidden_ND[chunk], head_VD, shard), shard)
         entropy_N[chunk] = log_softmax_([logits_CV], shard, temperature)[0]
         logprob_N[chunk] = gather_ids([logits_CV], tokens_N[chunk, None], shard)[0, :, 0]
     return logprob_N, entropy_N
@@ -192,13 +199,13 @@ def _rows(
     teacher: Teacher,
     tokens_N: torch.Tensor,
     shard: VocabShard,
-    old_logprob_N: torch.Tensor | None,
-    engine_logprob_N: torch.Tensor | None,
+    recorded: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     chunk: slice,
     *,
     with_grad: bool,
 ) -> OutputRows:
-    """`output_rows` of one chunk, with the gradient of the product with the head.
+    """`output_rows` of one chunk, with the gradient of the product with the head. `recorded`: old_logprob_N,
+    old_sampler_logprob_N, engine_logprob_N.
 
     Logits are computed for real ids only, so they have no padding columns.
     """
@@ -210,6 +217,7 @@ def _rows(
     if isinstance(teacher, TeacherStates):
         # from here on, both models have the student's precision
         teacher_CV = teacher.head.logits(teacher.hidden[chunk], shard).to(student_CV.dtype)
+    old_C, old_sampler_C, engine_C = (None if values is None else values[chunk] for values in recorded)
     rows = output_rows(
         loss,
         student_CV,
@@ -217,8 +225,9 @@ def _rows(
         shard.trimmed(),
         teacher_logits_CV=teacher_CV,
         teacher_logprob_C=None if isinstance(teacher, TeacherStates) else teacher[chunk],
-        old_logprob_C=None if old_logprob_N is None else old_logprob_N[chunk],
-        engine_logprob_C=None if engine_logprob_N is None else engine_logprob_N[chunk],
+        old_logprob_C=old_C,
+        old_sampler_logprob_C=old_sampler_C,
+        engine_logprob_C=engine_C,
         with_grad=with_grad,
     )
     if slope_CV is not None:
@@ -252,6 +261,7 @@ class _Accumulator:
         self._loss = self._weight_N.new_zeros(())
         self._metrics: dict[str, torch.Tensor] = {}
         self._student_logprob: list[torch.Tensor] = []
+        self._sampler_logprob: list[torch.Tensor] = []
         self._per_row: list[torch.Tensor] = []
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in keep}
 
@@ -259,6 +269,8 @@ class _Accumulator:
         self._per_row.append(self._weight_N[chunk] * rows.value.double())
         self._loss = self._loss + self._per_row[-1].sum()
         self._student_logprob.append(rows.metrics["student_logprob"].clone())
+        if rows.sampler_logprob is not None:
+            self._sampler_logprob.append(rows.sampler_logprob.clone())
         for name, values_C in rows.metrics.items():
             self._metrics[name] = values_C.sum(dtype=torch.float64) + self._metrics.get(name, 0)
             if name in self._kept:
@@ -267,4 +279,5 @@ class _Accumulator:
     def result(self) -> OutputSums:
         logprob, per_row = torch.cat(self._student_logprob), torch.cat(self._per_row)
         kept = {name: torch.cat(parts) for name, parts in self._kept.items() if parts}
-        return OutputSums(self._loss, self._metrics, len(self._weight_N), logprob, per_row, kept)
+        sampler = torch.cat(self._sampler_logprob) if self._sampler_logprob else None
+        return OutputSums(self._loss, self._metrics, len(self._weight_N), logprob, per_row, kept, sampler)

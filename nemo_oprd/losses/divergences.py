@@ -37,6 +37,8 @@ from nemo_oprd.losses.vocab_parallel import (
     contains,
     dot,
     gather_ids,
+    leave_out_gaps_,
+    log_sampled_mass,
     log_softmax_,
     slabs,
     top_k_ids,
@@ -47,7 +49,8 @@ from nemo_oprd.losses.vocab_parallel import (
 class OutputRows:
     """Results for c rows: the loss `value` [c], `grad_logits` [c, V] = d value / d raw student logits (None if the
     gradient was not asked for) and `metrics` [c] each. `grad_logits` has this rank's columns; value and metrics are the
-    same on every tensor-parallel rank.
+    same on every tensor-parallel rank. `sampler_logprob` [c] is the student's log-probability of the sampled token
+    among the ids that can be sampled; None without a correction.
 
     Metrics: student_logprob, teacher_logprob (of the sampled token), student_entropy (nats); with the teacher's
     distribution also teacher_entropy, reverse_kl; with `k` also overlap (share of ids that the two top sets have in
@@ -59,6 +62,7 @@ class OutputRows:
     value: torch.Tensor
     grad_logits: torch.Tensor | None
     metrics: dict[str, torch.Tensor]
+    sampler_logprob: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ class Chunk:
             `log_ratio_CV`.
         tokens_C: the sampled tokens; `student_logprob_C` and `teacher_logprob_C` are their log-probabilities.
         old_logprob_C: the same under the policy that sampled them, None where the student is that policy.
-        engine_logprob_C: the same as the engine that sampled them computed it; None without a correction.
+        sampler_logprob_C: the same under that policy among the ids that can be sampled, and
+        engine_logprob_C: this as the engine that sampled them computed it; both None without a correction.
     """
 
     shard: VocabShard
@@ -97,6 +102,7 @@ class Chunk:
     mean_ratio_q_C: torch.Tensor | None
     tokens_C: torch.Tensor
     old_logprob_C: torch.Tensor | None
+    sampler_logprob_C: torch.Tensor | None
     engine_logprob_C: torch.Tensor | None
     support: Support | None  # None without `OutputLoss.k`
     with_grad: bool  # whether the gradient is wanted
@@ -133,6 +139,7 @@ def output_rows(
     teacher_logits_CV: torch.Tensor | None = None,
     teacher_logprob_C: torch.Tensor | None = None,
     old_logprob_C: torch.Tensor | None = None,
+    old_sampler_logprob_C: torch.Tensor | None = None,
     engine_logprob_C: torch.Tensor | None = None,
     with_grad: bool = True,
 ) -> OutputRows:
@@ -146,7 +153,9 @@ def output_rows(
             `teacher_logprob_C`, the teacher's log-probabilities of the sampled tokens at the loss's temperature.
         old_logprob_C: log-probabilities of the sampled tokens under the policy that sampled them, at the loss's
             temperature. None means that the student is that policy, as in the first update after a rollout.
-        engine_logprob_C: the same in the distribution that the engine sampled from; read with a correction only.
+        old_sampler_logprob_C: the same among the ids that can be sampled.
+        engine_logprob_C: the same in the distribution that the engine sampled from. Like the one before, it is read
+            with a correction only.
         with_grad: False leaves out the gradient.
 
     Raises:
@@ -154,7 +163,8 @@ def output_rows(
     """
     _check_given(loss, teacher_logits_CV, teacher_logprob_C, engine_logprob_C)
     # each tensor holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
-    models = [z[:, : shard.real] for z in (student_logits_CV, teacher_logits_CV) if z is not None]
+    given = (z[:, : shard.real] for z in (student_logits_CV, teacher_logits_CV) if z is not None)
+    models = [leave_out_gaps_(z_CV, shard) for z_CV in given]
     found = _find_support(loss, models, shard) if len(models) == 2 and loss.k else None
     entropies = log_softmax_(models, shard, loss.temperature)
     ids_CK = tokens_C[:, None] if found is None else torch.cat([tokens_C[:, None], found[0]], dim=1)
@@ -166,6 +176,7 @@ def output_rows(
     for model_CV in models:
         model_CV.exp_()
     mean_ratio_p_C = mean_ratio_q_C = support = None
+    sampler_logprob_C = None if loss.correction is None else _among_sampled(logprobs_MCK[0, :, 0], models[0], shard)
     if log_ratio_CV is not None:
         mean_ratio_p_C, mean_ratio_q_C = shard.sum_(torch.stack([dot(model_CV, log_ratio_CV) for model_CV in models]))
         metrics |= {"teacher_entropy": entropies[1], "reverse_kl": mean_ratio_p_C}
@@ -173,27 +184,21 @@ def output_rows(
         support = Support(*found, logprobs_MCK[:, :, 1:].masked_fill(~found[1], -torch.inf))
         metrics |= _support_metrics(support)
 
-    chunk = Chunk(
-        shard,
-        models[0],
-        models[1] if len(models) == 2 else None,
-        log_ratio_CV,
-        mean_ratio_p_C,
-        mean_ratio_q_C,
-        tokens_C,
-        old_logprob_C,
-        engine_logprob_C,
-        support,
-        with_grad,
-        metrics,
-    )
+    both = models[0], models[1] if len(models) == 2 else None, log_ratio_CV
+    recorded = old_logprob_C, sampler_logprob_C if old_logprob_C is None else old_sampler_logprob_C, engine_logprob_C
+    chunk = Chunk(shard, *both, mean_ratio_p_C, mean_ratio_q_C, tokens_C, *recorded, support, with_grad, metrics)
     divergence: Divergence = resolve_divergence(loss.kind)
     value_C = divergence(loss, chunk)
     if not with_grad:
-        return OutputRows(value_C, None, metrics)
+        return OutputRows(value_C, None, metrics, sampler_logprob_C)
     models[0].div_(loss.temperature)
     student_logits_CV[:, shard.real :] = 0
-    return OutputRows(value_C, student_logits_CV, metrics)
+    return OutputRows(value_C, student_logits_CV, metrics, sampler_logprob_C)
+
+
+def _among_sampled(logprob_C: torch.Tensor, p_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Log-probabilities [c] among the ids that can be sampled, from those among all ids."""
+    return logprob_C - log_sampled_mass(p_CV, shard) if shard.unsampled else logprob_C
 
 
 def _check_given(
@@ -259,10 +264,9 @@ def sampled_token(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
         slope_C = (-ratio_C * advantage_C).masked_fill(clipped_C, 0)
         chunk.metrics |= {"ratio": ratio_C, "clipped": clipped_C.to(ratio_C)}
     if loss.correction is not None:
-        assert chunk.engine_logprob_C is not None
+        assert chunk.engine_logprob_C is not None and chunk.sampler_logprob_C is not None
         # the student that sampled: later updates keep the weight of the first, and r accounts for what they changed
-        sampler_logprob_C = chunk.student_logprob_C if chunk.old_logprob_C is None else chunk.old_logprob_C
-        weight_C, outside_C = loss.correction.weights(sampler_logprob_C.to(advantage_C), chunk.engine_logprob_C)
+        weight_C, outside_C = loss.correction.weights(chunk.sampler_logprob_C.to(advantage_C), chunk.engine_logprob_C)
         # The row weights stay 1 / (global counts). Divided by the sum of these weights instead, the estimate would be
         # biased, and no gradient could be computed before the weights of the whole batch are known.
         value_C, slope_C = weight_C * value_C, weight_C * slope_C

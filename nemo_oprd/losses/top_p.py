@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nemo_oprd.losses.chunked import chunked_logprob
-from nemo_oprd.losses.vocab_parallel import VocabShard, compute_dtype, head_logits, log_softmax_
+from nemo_oprd.losses.vocab_parallel import VocabShard, compute_dtype, head_logits, leave_out_gaps_, log_softmax_
 
 # rows whose whole distribution is on one rank at a time, which the nucleus needs
 NUCLEUS_ROWS = 64
@@ -29,7 +29,7 @@ def sampling_logprob(
     Args:
         hidden_ND: the student's rows after the final norm, the same on every tensor-parallel rank.
         head_VD: this rank's shard [size, D] of the head.
-        shard: the ids of the shard; its `vocab_size` is the number of ids that can be sampled.
+        shard: the ids of the shard: those below its `vocab_size` without its `gaps` can be sampled.
         top_p: below 1, the distribution of the most probable ids whose probabilities reach `top_p`. A token outside is
             counted as one of them: rounding decides about the last one.
         chunk_tokens: rows of a chunk without a nucleus.
@@ -52,7 +52,7 @@ def _nucleus_logprob(
     temperature: float,
     top_p: float,
 ) -> torch.Tensor:
-    logits_CV = head_logits(hidden_CD, head_VD, shard)
+    logits_CV = leave_out_gaps_(head_logits(hidden_CD, head_VD, shard), shard)
     log_softmax_([logits_CV], shard, temperature)
     padded_CV = logits_CV.new_full((len(logits_CV), shard.size), -torch.inf)  # ranks must exchange equal shapes
     padded_CV[:, : shard.real] = logits_CV

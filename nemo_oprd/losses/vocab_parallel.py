@@ -4,18 +4,26 @@ the vocabulary, and the ranks exchange only tensors of shape [c] or [c, K].
 Legend: c rows of a chunk (dimension C in names), V vocabulary columns on this rank, K chosen ids per row, D hidden
 size, N rows of a microbatch, M models. All tensors called `logits` here cover real ids only. Padding ids are cut off
 before the product with the head instead of being masked afterwards: an id without a logit has no probability and no
-gradient, and 0 * -inf cannot make it NaN.
+gradient, and 0 * -inf cannot make it NaN. Ids that are left out between others (`VocabShard.gaps`) get one finite logit
+in both models, so low that their probability is exactly 0: the log ratio and every product with it are then 0, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from nemo_oprd.losses.chunk_sizes import SLAB
+
+# (first id, end) of runs of ids, ascending
+Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
+# the logit of an id that is left out: far below all others at any temperature, and far above the lowest float32 number
+LEFT_OUT = -1e30
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,8 @@ class VocabShard:
 
     `group` is the tensor-parallel group, or None if there is no other rank. The shards cover the vocabulary without
     overlap; a shard may consist of padding only. `cap` bounds the logits of the model whose head it is, see `cap_`.
+    The loss leaves out the ids in `gaps`, which are below `vocab_size`. Those in `unsampled` it has, but the engine
+    that samples the tokens has not: a correction alone reads them.
 
     >>> VocabShard(start=48, size=16, vocab_size=61, group=None).real
     13
@@ -34,6 +44,13 @@ class VocabShard:
     vocab_size: int
     group: dist.ProcessGroup | None = None
     cap: float | None = None
+    gaps: Ranges = ()
+    unsampled: Ranges = ()
+
+    @property
+    def count(self) -> int:
+        """The number of ids that take part, over all ranks."""
+        return self.vocab_size - sum(end - start for start, end in self.gaps)
 
     @property
     def real(self) -> int:
@@ -63,6 +80,31 @@ class VocabShard:
         parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
+
+
+@lru_cache(maxsize=16)
+def _columns(ranges: Ranges, start: int, real: int, device: torch.device) -> torch.Tensor:
+    """Bool [real], which of a rank's columns are in `ranges`; copied to the device once."""
+    mask = torch.zeros(real, dtype=torch.bool)
+    for first, end in ranges:
+        mask[max(first - start, 0) : max(end - start, 0)] = True
+    return mask.to(device)
+
+
+def leave_out_gaps_(logits_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """In place: the logits [c, real] of the ids in the shard's gaps become `LEFT_OUT`."""
+    if not shard.gaps:
+        return logits_CV
+    return logits_CV.masked_fill_(_columns(shard.gaps, shard.start, shard.real, logits_CV.device), LEFT_OUT)
+
+
+def log_sampled_mass(p_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Log of the probability [c] of all ids that can be sampled, from the probabilities [c, real] of this rank."""
+    unsampled = _columns(shard.unsampled, shard.start, shard.real, p_CV.device)
+    mass_C = p_CV.new_zeros(len(p_CV))
+    for columns in slabs(p_CV.shape[1]):
+        mass_C += p_CV[:, columns].masked_fill(unsampled[columns], 0).sum(1)
+    return shard.sum_(mass_C).log()
 
 
 def slabs(width: int) -> Iterator[slice]:
@@ -197,13 +239,13 @@ def add_at_ids_(tensor_CV: torch.Tensor, ids_CK: torch.Tensor, values_CK: torch.
 
 
 def top_k_ids(logits_CV: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """Ids of the k largest logits over all ranks, [c, min(k, vocab_size)], largest first; of equal logits the lower id
-    comes first.
+    """Ids of the k largest logits over all ranks, [c, min(k, count)], largest first; of equal logits the lower id comes
+    first.
 
     Each rank contributes its own k largest, and the ranks exchange only these candidates. The order is total, so the
     ids are the same on every rank and for every number of ranks.
     """
-    k = min(k, shard.vocab_size)
+    k = min(k, shard.count)
     values_CK, columns_CK = _local_top_k(logits_CV, min(k, shard.real))
     missing = k - values_CK.shape[1]  # a rank with fewer than k columns fills up with -inf at an id above all real ids
     values_CK = torch.nn.functional.pad(values_CK, (0, missing), value=-torch.inf)

@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from nemo_oprd.models.architecture import Family, ModelSpec, check_same_width, refuse_unknown_code
+from nemo_oprd.models.architecture import Family, ModelSpec, check_counts, check_same_width, refuse_unknown_code
 from nemo_oprd.models.families.llama import LLAMA
 from nemo_oprd.models.families.moe import MIXTRAL, QWEN3_MOE
 from nemo_oprd.models.families.phi3 import PHI3
 from nemo_oprd.models.families.qwen import QWEN2, QWEN3
 from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized
 from nemo_oprd.models.text_tower import language_model_config
-from nemo_oprd.runtime.files import read_json
+from nemo_oprd.models.weight_files import refuse_adapter
+from nemo_oprd.runtime.files import kind_of, read_json
 
 # this project's own, by `model_type`
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -78,18 +79,21 @@ def read_hf_config(path: str | Path) -> dict:
     """The contents of `path/config.json`; of a model for text and pictures, its language model's (`text_tower`).
 
     Raises:
-        ValueError: there is no readable config.json.
+        ValueError: there is no readable config.json, or the directory holds an adapter alone.
     """
     file = Path(path) / "config.json"
     if Path(path).is_file():
         raise ValueError(f"{path}: is a file; expected the directory of a Hugging Face model: name the directory")
     if not Path(path).is_dir():
-        raise ValueError(f"{path}: no such directory; expected that of a Hugging Face model: download it first")
+        found = f"is {kind_of(path)}" if kind_of(path) else "no such directory"
+        raise ValueError(f"{path}: {found}; expected that of a Hugging Face model: download it first")
+    refuse_adapter(Path(path))
     if not file.is_file():
         megatron = (Path(path) / ".metadata").is_file()
         hint = "; this is a Megatron checkpoint, which goes into checkpoint=" if megatron else ""
         raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
     content = read_json(file, "an object with model_type", "copy the file from the model's source again")
+    check_counts(content, str(file))
     return language_model_config(content, str(file))
 
 

@@ -24,6 +24,11 @@ from nemo_oprd.models.rope import Rope
 if TYPE_CHECKING:
     import torch
 
+# Numbers of a config.json of which a model has a list, and their bound: ten times those of the largest models.
+_COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_nextn_predict_layers"}
+_COUNTS |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+_MOST = 10_000
+
 # Megatron-LM's default: embeddings are padded so that every tensor-parallel shard is a multiple of 128 rows.
 VOCAB_MULTIPLE = 128
 
@@ -497,6 +502,20 @@ def positive_integer(hf_config: dict, key: str, source: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{source}: {key}={value!r}; expected a positive integer as in the model's source")
     return value
+
+
+def check_counts(hf_config: dict, source: str) -> None:
+    """Raises ValueError if a config.json asks for more layers, or experts of a layer, than any model has.
+
+    Lists of that many items are made long before anything else would fail.
+    """
+    inner = hf_config.get("text_config")
+    for given in (hf_config, inner if isinstance(inner, dict) else {}):
+        for key in sorted(_COUNTS & given.keys()):
+            if isinstance(given[key], int) and given[key] > _MOST:
+                raise ValueError(
+                    f"{source}: {key}={given[key]}; expected at most {_MOST}: correct it as in the model's source"
+                )
 
 
 def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:

@@ -179,7 +179,7 @@ def read_run_config(directory: Path) -> dict[str, Any] | None:
         return None
     try:
         content = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} can't be read ({reason}); expected plain YAML: copy the checkpoint again") from error
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):

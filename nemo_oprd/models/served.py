@@ -8,6 +8,7 @@ from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.architecture import Family, positive_integer, source_dtype
 from nemo_oprd.models.complete_config import text_config
 from nemo_oprd.models.rope import Rope
+from nemo_oprd.models.weight_files import refuse_what_vllm_reads_differently
 
 # what families call the same size; the first name that a config has counts
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -23,9 +24,11 @@ def read_served_spec(path: str | Path) -> ModelSpec:
     What only a model in this process needs (heads, feed-forward size, RoPE, norms) is not read, and is 0 or a default.
 
     Raises:
-        ValueError: there is no readable config.json, or it names none of these sizes.
+        ValueError: there is no readable config.json, it names none of these sizes, or vLLM would load other weights
+            than transformers.
     """
     hf_config, source = read_hf_config(path), str(Path(path) / "config.json")
+    refuse_what_vllm_reads_differently(Path(path))
     text = text_config(hf_config)
     _check_rope(text, source)
     model_type = hf_config.get("model_type")

@@ -69,7 +69,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file}: not valid YAML ({error}); restore the file that the run wrote") from error
     if not (config and isinstance(config, dict)):
         raise ValueError(f"{file}: holds {config!r:.80}, expected a mapping; restore the file that the run wrote")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.data.conversation import Message, Tool
 from nemo_oprd.models.weights.hf import TensorReader
 
 # makes the stream of (HF name, whole tensor) of a model, each tensor once; see `RolloutEngine.update_weights`
@@ -67,7 +68,7 @@ class Request:
     """One response to sample; `prompt`, `data_source` and `answer` are copied to the rollout.
 
     `messages` is the conversation that the prompt was made from, `teacher_messages` the one that the teacher reads: the
-    same one, unless `teacher.prompt` is set.
+    same one, unless `teacher.prompt` is set. `tools` are those that the model may call in both.
 
     A request that continues a response has its `begun` tokens at the end of `prompt_ids`. `key` seeds its randomness in
     place of the call's, and `most` limits its tokens further. `sampled` is how the response is sampled, and its number
@@ -79,8 +80,9 @@ class Request:
     prompt: str | None = None
     data_source: str | None = None
     answer: str | None = None
-    messages: tuple[dict[str, str], ...] = ()
-    teacher_messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[Message, ...] = ()
+    teacher_messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
     key: tuple[int, ...] | None = None
     most: int | None = None
     begun: int = 0

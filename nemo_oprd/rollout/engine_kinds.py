@@ -19,14 +19,15 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron_bridge.provider import BRIDGE
 from nemo_oprd.rollout.vllm.endpoint import check_endpoints
-from nemo_oprd.rollout.vllm.launch import check_flags, check_head_size, check_model, find_python
+from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
 
 if TYPE_CHECKING:
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
     from nemo_oprd.rollout.engine import RolloutEngine
 
 # the arguments of `make_engine`
-Build: TypeAlias = "Callable[[Config, ModelSpec, Path, Layout, tuple[int, ...], int | None], RolloutEngine]"
+Build: TypeAlias = "Callable[[Config, ModelSpec, Path, Layout, tuple[int, ...], TokenIds | None], RolloutEngine]"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def make_engine(
     directory: Path,
     ranks: Layout,
     eos_ids: tuple[int, ...],
-    vocab_limit: int | None = None,
+    sampled: TokenIds | None = None,
 ) -> RolloutEngine:
     """The engine of `config.rollout.engine`, without weights until `update_weights` or `load`. Every rank calls this.
 
@@ -95,15 +96,14 @@ def make_engine(
         directory: where the model's config.json is.
         ranks: the layout of the student, whose ranks the engine may use.
         eos_ids: ids that end a response.
-        vocab_limit: only ids below this one are sampled; None: all ids of the model's vocabulary. A teacher of the
-            same family may have fewer padding ids than the student and cannot read the additional ones.
+        sampled: the ids that may be sampled; None: all for which the model has rows, with and without a token.
 
     Raises:
         ValueError: the engine does not fit the ranks or the model, or it is not installed.
     """
     kind = ENGINES[config.rollout.engine]
     kind.check_here(config.rollout, spec)
-    return kind.build(config, spec, directory, ranks, eos_ids, vocab_limit)
+    return kind.build(config, spec, directory, ranks, eos_ids, sampled)
 
 
 def _check_family(rollout: RolloutConfig, spec: ModelSpec) -> None:
@@ -116,7 +116,7 @@ def _check_family(rollout: RolloutConfig, spec: ModelSpec) -> None:
 
 
 def _build_in_process(
-    config: Config, spec: ModelSpec, directory: Path, ranks: Layout, eos_ids: tuple[int, ...], vocab_limit: int | None
+    config: Config, spec: ModelSpec, directory: Path, ranks: Layout, eos_ids: tuple[int, ...], sampled: TokenIds | None
 ) -> RolloutEngine:
     from nemo_oprd.rollout.in_process.engine import MegatronEngine
 
@@ -125,12 +125,11 @@ def _build_in_process(
         from nemo_oprd.models.megatron_bridge.build import make_provider
 
         given["provider"] = make_provider("rollout.engine=megatron: provider", BRIDGE, directory)
-    return MegatronEngine(config.rollout, spec, ranks, eos_ids, vocab_limit, **given)
+    return MegatronEngine(config.rollout, spec, ranks, eos_ids, sampled, **given)
 
 
 def _check_vllm(rollout: RolloutConfig, spec: ModelSpec) -> None:
     check_model(rollout.vllm.tensor, spec)
-    check_flags(rollout.vllm)
     check_endpoints(rollout.vllm.endpoints, rollout.vllm.token_file)
     if not rollout.vllm.endpoints:
         find_python(rollout.vllm)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from nemo_oprd.batch import weight_spans
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.schema import TeacherConfig
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, Weights, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
+
+Own: TypeAlias = Literal["nothing", "prompt", "response"]
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
 # how far the rounding of an engine may lift the logarithm of a probability above 0
@@ -61,20 +64,31 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 class TeacherLimits:
     """The ids and positions that every teacher of recorded rollouts has, and which sequences are the teacher's own.
 
-    `own`: "response": prompt and response in the tokens of the teacher's tokenizer (`teacher.reads=text`). "prompt":
-    the prompt that `teacher.prompt` makes. "nothing": the teacher reads the student's ids.
+    `own`, per teacher: "response": prompt and response in the tokens of the teacher's tokenizer (`teacher.reads=text`).
+    "prompt": a prompt of its own, such as `teacher.prompt` makes. "nothing": the teacher reads the student's ids.
+    `routing` says whose a rollout is; needed where the teachers differ.
     """
 
     vocab_size: int
     max_positions: int
-    own: Literal["nothing", "prompt", "response"] = "response"
+    own: tuple[Own, ...] = ("response",)
+    routing: Routing | None = None
+
+    def own_of(self, record: Mapping[str, Any], where: str) -> Own:
+        """Which sequences of a line are the teacher's own. Raises ValueError for a data source without a teacher."""
+        if len(set(self.own)) == 1 or self.routing is None:
+            return self.own[0]
+        try:
+            return self.own[self.routing.teachers_of([record.get("data_source")])[0]]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
-def own_sequences(teacher: TeacherConfig) -> Literal["nothing", "prompt", "response"]:
-    """Which sequences are the teacher's own, see `TeacherLimits.own`."""
-    if teacher.reads == "text":
+def own_sequences(config: Config, number: int) -> Own:
+    """Which sequences are teacher `number`'s own, see `TeacherLimits.own`."""
+    if config.teacher.reads == "text":
         return "response"
-    return "nothing" if teacher.prompt is None else "prompt"
+    return "prompt" if config.has_own_prompt(number) else "nothing"
 
 
 def read_rollouts(
@@ -137,7 +151,7 @@ def read_rollouts(
 
 
 def _parse(line: bytes, where: str, vocab_size: int, teacher: TeacherLimits | None) -> Rollout:
-    record = parse_json(line, where, "a rollout", "write one UTF-8 JSON object per line")
+    record = parse_json(line, where, "a rollout", "write one UTF-8 JSON object per line", encodes=True)
     if not isinstance(record, dict):
         raise ValueError(f"{where}: found {str(record)[:60]}, expected a JSON object with prompt_ids and response_ids")
     for name in ("prompt_ids", "response_ids"):
@@ -224,11 +238,12 @@ def _spans(record: dict[str, Any], where: str) -> np.ndarray | None:
 def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | None) -> None:
     """Raises ValueError unless the record has the teacher's sequences exactly where the teacher has its own ones."""
     given = [name for name in _TEACHER_FIELDS if record.get(name) is not None]
-    own = "nothing" if teacher is None else teacher.own
+    own = "nothing" if teacher is None else teacher.own_of(record, where)
     if own == "nothing" and given:
         raise ValueError(
-            f"{where}: {given[0]} is given, but with teacher.reads=ids and no teacher.prompt the teacher reads the "
-            "student's ids; expected teacher.reads=text or a teacher.prompt: set it, or leave the field out"
+            f"{where}: {given[0]} is given, but with teacher.reads=ids and no teacher.prompt (nor a system prompt or "
+            "template of its own) the teacher reads the student's ids; expected teacher.reads=text or a "
+            "teacher.prompt: set it, or leave the field out"
         )
     if teacher is None or own == "nothing":
         return

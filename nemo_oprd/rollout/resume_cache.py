@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,10 @@ from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.sampled_versions import WeightDigests
 from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
 from nemo_oprd.runtime.aside import Aside
+from nemo_oprd.runtime.digests import DigestedFile
 from nemo_oprd.runtime.files import replacing
+
+logger = logging.getLogger(__name__)
 
 
 def _size(kind: str) -> int:
@@ -72,9 +76,9 @@ class ResumeCache:
         about, kept = self._what(step, rollouts, sampling, count)
         self._aside.start(lambda: _write(self.path, about, kept))
 
-    def write(self, path: Path, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
-        """Writes rollouts of a step to another file, for `take`; the arguments are those of `put`."""
-        _write(path, *self._what(step, rollouts, sampling, count))
+    def write(self, path: Path, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> str:
+        """Writes rollouts of a step to another file, for `take`, with the arguments of `put`; returns its SHA-256."""
+        return _write(path, *self._what(step, rollouts, sampling, count))
 
     def check(self) -> None:
         """Raises OSError if rollouts could not be written; does not wait."""
@@ -113,8 +117,11 @@ class ResumeCache:
             prompts = [rollout.prompt_ids.tolist() for rollout in rollouts]
             if prompts != [list(told.prompt_ids) for told in kept]:
                 return {}, {}
-        # absent, or damaged, for instance by a loss of power, or of another kind: the step samples again
-        except (FileNotFoundError, SafetensorError, ValueError, TypeError, LookupError, AttributeError):
+        except FileNotFoundError:
+            return {}, {}
+        # damaged, for instance by a loss of power, or of another kind
+        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
+            logger.info(f"{path} can't be used ({' '.join(str(error).split())}): its responses are sampled again")
             return {}, {}
         told_anew = ({name: getattr(told, name) for name in _OF_REQUEST} for told in kept)
         taken = zip(indices, rollouts, told_anew, strict=True)
@@ -131,8 +138,11 @@ class ResumeCache:
         return {"step": step, "responses": count, "sampling": dataclasses.asdict(sampling), **self.weights}
 
 
-def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
-    """Writes a safetensors file: the arrays of all rollouts, field by field, without a copy of all of them."""
+def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> str:
+    """Writes a safetensors file: the arrays of all rollouts, field by field, without a copy of all of them.
+
+    Returns the SHA-256 of the file.
+    """
     arrays = {name: [getattr(rollout, name) for rollout in rollouts] for name in _STORED}
     shapes = {name: [None if one is None else one.shape for one in of] for name, of in arrays.items()}
     plain = [_plain(rollout) for rollout in rollouts]
@@ -146,12 +156,13 @@ def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> No
     text = json.dumps({"__metadata__": {"told": told, "checksum": checksum}, **header}).encode()
     text += b" " * (-len(text) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path) as partial, DigestedFile(partial) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for of in arrays.values():
             for data in _bytes(of):
                 file.write(data)
+    return file.sha256
 
 
 def _load(path: Path) -> tuple[dict[str, Any], list[Rollout]]:

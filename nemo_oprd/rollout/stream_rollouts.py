@@ -58,8 +58,11 @@ class StreamSampler(RolloutSampler):
         self._note(portion, ticket, ticket.submitted)
         self._take(portion, found)
 
-    def write_ahead(self, done: int, directory: Path) -> None:
-        """Writes what is admitted and not taken after `done` steps, for `read_ahead`; one rank calls this."""
+    def write_ahead(self, done: int, directory: Path) -> dict[str, str]:
+        """Writes what is admitted and not taken after `done` steps, for `read_ahead`; one rank calls this.
+
+        Returns the SHA-256 of the file with the tokens by its path in `directory`; the other one is small.
+        """
         pool: dict[Place, Rollout | None] = {**self._pool}
         if done <= self._taken_by:  # the step that took these was not made
             pool |= self._taken
@@ -70,7 +73,8 @@ class StreamSampler(RolloutSampler):
             partial.write_text(json.dumps(told))
         begun = {i: rollout for i, place in enumerate(places) if (rollout := pool[place]) is not None}
         params = training_sampling(self.config, done)
-        self.cache.write(_tokens_file(directory), done, begun, params, len(places))
+        tokens = _tokens_file(directory)
+        return {str(tokens.relative_to(directory)): self.cache.write(tokens, done, begun, params, len(places))}
 
     def read_ahead(self, directory: Path) -> None:
         """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.

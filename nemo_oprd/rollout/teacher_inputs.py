@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.data.tokenization.align import Alignment, align_batch, check_coverage, coverage_of
-from nemo_oprd.data.tokenization.identity import teacher_eos_id
+from nemo_oprd.data.tokenization.identity import teacher_eos_id, teacher_prompts
 from nemo_oprd.data.tokenization.token_bytes import byte_table
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.rollout.engine import Request
@@ -41,7 +41,9 @@ def add_teacher_inputs(
 
 @dataclass
 class PromptInputs:
-    """For a teacher that reads the student's response tokens after the prompt that `teacher.prompt` makes.
+    """For a teacher that reads the student's response tokens after a prompt of its own.
+
+    `teacher.prompt` makes it, or a system prompt or a chat template of the teacher's.
 
     Response tokens beyond the teacher's `max_positions` have no target.
     """
@@ -51,9 +53,8 @@ class PromptInputs:
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
         """The rollouts with the teacher's prompts."""
-        prompts = [
-            np.array(self.teacher.encode_prompt(list(request.teacher_messages)), np.int32) for request in requests
-        ]
+        asked = [request.teacher_messages for request in requests], [request.tools for request in requests]
+        prompts = (np.array(ids, np.int32) for ids in teacher_prompts(self.teacher, *asked))
         return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
     def _with_prompt(self, rollout: Rollout, prompt: np.ndarray) -> Rollout:
@@ -115,8 +116,9 @@ class TextInputs:
         alignments = align_batch(
             self.student,
             self.teacher,
-            [list(request.teacher_messages) for request in requests],
+            [request.teacher_messages for request in requests],
             [rollout.response_ids for rollout in rollouts],
+            tools=[request.tools for request in requests],
             masks=[rollout.response_mask for rollout in rollouts],
             exact=self.exact,
             min_coverage=0.0,

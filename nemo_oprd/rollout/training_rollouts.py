@@ -113,11 +113,17 @@ class RolloutSampler:
         found, self._unchecked = self._unchecked, []
         return found
 
-    def write_ahead(self, done: int, directory: Path) -> None:
-        """Writes the rollouts of steps that follow `done` steps, for `read_ahead`; one rank calls this."""
+    def write_ahead(self, done: int, directory: Path) -> dict[str, str]:
+        """Writes the rollouts of steps that follow `done` steps, for `read_ahead`; one rank calls this.
+
+        Returns the SHA-256 of each file by its path in `directory`.
+        """
+        digests = {}
         for step in sorted(each for each in self._sampled if each >= done):
-            params, rollouts = training_sampling(self.config, step), self._sampled[step]
-            self.cache.write(directory / _file_name(step), step, dict(enumerate(rollouts)), params, len(rollouts))
+            params, rollouts, name = training_sampling(self.config, step), self._sampled[step], _file_name(step)
+            kept = dict(enumerate(rollouts))
+            digests[name] = self.cache.write(directory / name, step, kept, params, len(rollouts))
+        return digests
 
     def read_ahead(self, directory: Path) -> None:
         """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.

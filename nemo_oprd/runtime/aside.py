@@ -32,7 +32,7 @@ class Aside:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[], object]) -> None:
         """Starts `work`, after the previous work is done. It should need the interpreter for moments only."""
         self.finish()
         self._thread = threading.Thread(target=self._run, args=(work,), name=self._name)
@@ -69,7 +69,7 @@ class Aside:
             logger.warning(f"{self._name}: {error}")
         return True
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], object]) -> None:
         # a process that this thread starts inherits the mask, also before its first instruction
         signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
         try:

@@ -15,6 +15,14 @@ PROBE_BYTES = 1 << 20
 _ABOUT_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 _ABOUT_FILES |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
 
+# directories of the system, in which nobody looks for a result; /mnt or /output may be a mounted volume
+_OF_SYSTEM = {
+    *("/bin", "/boot", "/dev", "/dev/shm", "/etc", "/home", "/lib", "/lib64", "/opt", "/run", "/sbin"),
+    *("/tmp", "/usr", "/usr/local", "/var", "/var/tmp"),
+}
+# everything below these is the kernel's, but for memory that is used as a disk
+_OF_KERNEL, _MEMORY = (Path("/dev"), Path("/proc"), Path("/sys")), Path("/dev/shm")
+
 
 def check_output(output: str | Path, key: str = "output") -> None:
     """Raises ValueError, naming the configuration `key`, unless the directory `output` can be created and written.
@@ -23,15 +31,47 @@ def check_output(output: str | Path, key: str = "output") -> None:
     """
     if not str(output).strip():
         raise ValueError(f"{key}={output!r}: expected a directory; name one, e.g. {key}=runs/first")
+    check_place(output, key)
     path = Path(output).absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists() or parent.is_symlink())
+    try:
+        existing = next(parent for parent in (path, *path.parents) if parent.exists() or parent.is_symlink())
+    except (OSError, ValueError) as error:  # too long a name, or one with a null character
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{key}={output}: can't be the name of a directory ({why}); choose another {key}") from error
     if not existing.is_dir():
-        raise ValueError(f"{key}={output}: {existing} is a file, expected a directory; choose another {key}")
+        what = f"a link to {os.readlink(existing)}, which does not exist" if existing.is_symlink() else "a file"
+        raise ValueError(f"{key}={output}: {existing} is {what}, expected a directory; choose another {key}")
     try:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(bytes(PROBE_BYTES))
     except OSError as error:
         raise ValueError(f"{key}={output}: {describe(error, existing)}") from error
+
+
+def check_place(output: str | Path, key: str) -> None:
+    """Raises ValueError, naming the option `key`, for a directory that no command may fill, whoever owns it."""
+    place = _shared_place(Path(output))
+    if place is not None:
+        raise ValueError(
+            f"{key}={output} is {place}, where results would lie among other files; expected a directory of its own: "
+            f"choose e.g. {key}=runs/first"
+        )
+
+
+def _shared_place(directory: Path) -> str | None:
+    """What a directory is that belongs to everybody; None for all others."""
+    try:
+        place = directory.resolve()
+    except (OSError, ValueError):  # a name that no directory can have
+        return None
+    if place == Path(place.anchor):
+        return "the root of the file system"
+    if place == Path(os.path.expanduser("~")).resolve():
+        return "a home directory"
+    if str(place) in _OF_SYSTEM:
+        return "a directory of the system"
+    of_kernel = any(place.is_relative_to(each) for each in _OF_KERNEL) and not place.is_relative_to(_MEMORY)
+    return "a place of the kernel's" if of_kernel else None
 
 
 def check_file(path: str | Path, option: str) -> None:

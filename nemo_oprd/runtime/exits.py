@@ -2,19 +2,19 @@
 
 A user's mistake ends a command with one line on stderr and exit code 2. A run that a signal asked to stop ends with
 `STOPPED_EXIT_CODE` after it has saved, or with 130 after a second Ctrl-C. An unexpected error prints one traceback and
-ends the command with 1; the other ranks exit with 1 and print nothing. Importing this module does not import torch.
+ends the command with 1; the other ranks exit with 1 and print nothing; with 0 where `torchrun` would list them beside
+the rank that it shows (`launcher.py`). Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable
 
-from nemo_oprd.runtime import aside, messages, watchdog
+from nemo_oprd.runtime import aside, launcher, messages, waiting, watchdog
 from nemo_oprd.runtime.disk import describe, is_about_files, no_space
 from nemo_oprd.runtime.signals import STOPPED_EXIT_CODE, Stopped
 
@@ -48,10 +48,11 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
         if code:
             sys.exit(code)
         return
+    is_idle = is_idle and code != 0 and not waiting.has_abandoned()
     if watchdog.current() is None and is_idle:
         sys.exit(code)
     # other ranks may have died in a collective, and closing the communicators would wait for them; so would the
-    # interpreter for a thread that writes to a disk that hangs
+    # interpreter for a thread that writes to a disk that hangs, or waits for another rank
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -79,6 +80,8 @@ def _report(error: Exception) -> int:
             print(error, file=sys.stderr, flush=True)
         _leave()
         return STOPPED_EXIT_CODE
+    if isinstance(error, launcher.NeighbourFailed):
+        return launcher.code_beside_failure()
     message = None if os.environ.get("NEMO_OPRD_TRACEBACK") else users_mistake(error)
     first, watch = messages.is_first_rank(), watchdog.current()
     # a collective fails when another rank dies; that rank reports the reason, so this one waits for it
@@ -86,24 +89,26 @@ def _report(error: Exception) -> int:
     wait_s = 0 if first and message is not None else wait_s if _joined() else _WAIT_BEFORE_JOINING_S
     if watch is not None:
         if watch.failure(wait_s) is not None:
-            return 1
+            return launcher.code_beside_failure()
         if watch.fails_first():
             _print(error, message)  # before the others know: a launcher ends this rank as soon as they have ended
             watch.tell_failure(message or repr(error))
     else:
-        if not first:
-            time.sleep(wait_s)
+        if not first and launcher.neighbour_reported(wait_s):
+            return launcher.code_beside_failure()
         _print(error, message)
+        launcher.wait_for_neighbours()
     return 1 if message is None else 2
 
 
 def _print(error: Exception, message: str | None) -> None:
     """Prints the line for the user, or the traceback where there is none."""
+    of_rank = "" if messages.is_first_rank() else f"rank {os.environ['RANK']}: "
     if message is None:
         traceback.print_exception(error)
     else:
-        of_rank = "" if messages.is_first_rank() else f"rank {os.environ['RANK']}: "
         print(f"error: {of_rank}{message}", file=sys.stderr, flush=True)
+    launcher.report(of_rank + (message or "".join(traceback.format_exception_only(error)).strip()))
 
 
 def _leave() -> None:

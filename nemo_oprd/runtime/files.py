@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any
 from nemo_oprd.runtime.disk import naming
 
 PARTIAL = ".partial_"
+# what a repository holds in place of a large file until `git lfs pull` has fetched it
+_LFS_POINTER = b"version https://git-lfs"
 
 
 def cache_directory() -> Path:
@@ -104,10 +108,33 @@ def flush_tree(directory: Path) -> None:
         flush(path)
 
 
+_KINDS = {
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def kind_of(path: str | Path) -> str:
+    """What is at `path` other than a file or a directory, for messages ("a device"); empty if it is neither.
+
+    Reading a named pipe waits for a writer, and reading /dev/zero never ends, so neither is opened.
+    """
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")
+    except (OSError, ValueError):  # there is nothing, or a name that no file can have
+        return ""
+
+
 def why_no_file(path: str | Path, *extensions: str) -> str:
     """What is at `path` in place of a file with one of the `extensions` (".jsonl"), for messages."""
     path = Path(path)
     if not path.is_dir():
+        if kind := kind_of(path):
+            return f"is {kind}"
+        if path.is_symlink():
+            return f"is a link to {os.readlink(path)}, which does not exist"
         return "no such file"
     found = sorted(each.name for each in path.iterdir() if each.is_file() and each.suffix in extensions)
     if not found:
@@ -124,22 +151,60 @@ def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
     Raises:
         ValueError: the file doesn't exist, isn't JSON, or holds something other than an object.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; expected {expected}: {fix}") from None
-    content = parse_json(data, str(path), expected, fix)
+    if not path.is_file():
+        raise ValueError(f"{path}: {why_no_file(path, path.suffix)}; expected {expected}: {fix}")
+    content = parse_json(path.read_bytes(), str(path), expected, fix)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, expected {expected}; {fix}")
     return content
 
 
-def parse_json(data: str | bytes, where: str, expected: str, fix: str) -> Any:
-    """The value of a JSON text in UTF-8; ValueError if it is malformed.
+def refuse_lfs_pointer(file: Path) -> None:
+    """Raises ValueError if a file is a pointer of Git LFS. Does nothing if there is no such file."""
+    if not file.is_file():
+        return
+    with file.open("rb") as stream:
+        _refuse_pointer(stream.read(len(_LFS_POINTER)), str(file))
+
+
+def _refuse_pointer(data: bytes, where: str) -> None:
+    if data.startswith(_LFS_POINTER):
+        raise ValueError(
+            f"{where}: a pointer of Git LFS, which stands for the file in a repository that was cloned without it; "
+            "expected the file itself: run `git lfs pull` in that folder, or copy the file from its source"
+        )
+
+
+def parse_json(data: str | bytes, where: str, expected: str, fix: str, *, encodes: bool = False) -> Any:
+    """The value of a JSON text in UTF-8; ValueError if it is malformed, or a pointer of Git LFS.
 
     `where` is the file, or the file and its line, for the message; `expected` and `fix` are as in `read_json`.
+    `encodes`: for texts that models read or that are written again, half of a character is an error, too.
     """
+    beginning = data[: len(_LFS_POINTER)]
+    _refuse_pointer(beginning.encode(errors="replace") if isinstance(beginning, str) else beginning, where)
     try:
-        return json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:  # malformed JSON, malformed UTF-8, or brackets nested too deeply
         raise ValueError(f"{where}: not valid JSON ({error}); expected {expected}: {fix}") from error
+    surrogates = _SURROGATE_BYTES if isinstance(data, bytes) else _SURROGATES
+    if encodes and surrogates.search(data) and (half := _half_of_a_character(content)) is not None:  # type: ignore[arg-type]
+        raise ValueError(
+            f"{where}: holds {half!r}, half of a character (a lone surrogate), which is no text and cannot be encoded; "
+            f"expected whole characters: {fix}"
+        )
+    return content
+
+
+# a surrogate in JSON, escaped or as it stands; halves of one character follow each other
+_SURROGATES = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+_SURROGATE_BYTES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+
+def _half_of_a_character(value: Any) -> str | None:
+    """The first lone surrogate in the texts of a JSON value, with what surrounds it; None if there is none."""
+    if isinstance(value, str):
+        found = re.search("[\ud800-\udfff]", value)
+        return None if found is None else value[max(0, found.start() - 10) : found.end() + 10]
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((half for part in parts if (half := _half_of_a_character(part)) is not None), None)

@@ -7,7 +7,7 @@
 
 What a directory is shows in the files that its command writes first (`signs`), so directories of earlier versions and
 copies are recognised, too. Hidden files say nothing. Files that a command writes alone have `check_file`. Imports
-nothing but the standard library.
+nothing but the standard library, `runtime/disk.py` and `runtime/files.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+
+from nemo_oprd.runtime.disk import check_place
+from nemo_oprd.runtime.files import kind_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ def check_directory(
     """
     mine, fix = _BY_COMMAND[command], f"choose another {key.removeprefix('--')}"
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{key}={directory}: {directory} is a file, expected a directory; {fix}")
+        what = kind_of(directory) or "a file"
+        raise ValueError(f"{key}={directory}: {directory} is {what}, expected a directory; {fix}")
+    check_place(directory, key)
     visible = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     visible = [name for name in visible if not name.startswith(".") and name not in _LOGS]
     own = {*mine.writes, *writes, *(sign.split("/")[0] for sign in mine.signs if isinstance(sign, str))}
@@ -140,6 +145,8 @@ def check_file(file: Path, command: str, key: str, mark: str) -> None:
     """
     if file.is_dir():
         raise ValueError(f"{key} {file} is a directory, expected a file to write; add a name to it")
+    if kind := kind_of(file):
+        raise ValueError(f"{key} {file} is {kind}, expected a file to write; choose another name")
     if file.is_file() and file.stat().st_size:
         with file.open("rb") as stream:
             begins = stream.read(1 << 12).decode("utf-8", errors="replace")

@@ -20,11 +20,21 @@ if TYPE_CHECKING:
 # exit code of a run that was asked to stop (BSD's EX_TEMPFAIL): no error; the same command resumes
 STOPPED_EXIT_CODE = 75
 
+_entered: Signals | None = None
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
     """The run was asked to stop and has saved; it can resume from there."""
+
+
+class StoppedWaiting(Stopped):
+    """The run was asked to stop while it waited for a server; nothing is saved yet."""
+
+
+def requested_stop() -> str | None:
+    """The signal that asked this run to stop, as "SIGTERM"; None before, or where none is remembered (`Signals`)."""
+    return None if _entered is None else _entered.received
 
 
 class Signals:
@@ -40,8 +50,10 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
+        global _entered
         import torch.distributed as dist
 
+        _entered = self
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
         if dist.is_initialized():
@@ -49,6 +61,8 @@ class Signals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        global _entered
+        _entered = None
         # A launcher sends SIGTERM to the other ranks as soon as one rank has failed or stopped. The signal must neither
         # cut off the messages of those ranks nor change their exit codes. The watchdog ends ranks that hang.
         if kind is None or watchdog.current() is None:

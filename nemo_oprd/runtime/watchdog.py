@@ -21,6 +21,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from nemo_oprd.runtime import launcher
+
 INTERVAL_S = 1.0
 # A process that is silent for this long is taken for dead. The thread needs the interpreter for moments only, so a long
 # computation doesn't silence it.
@@ -39,6 +41,11 @@ def start() -> None:
     global _current
     if enabled and _current is None and dist.get_world_size() > 1:
         _current = Watchdog(dist.get_rank(), dist.get_world_size(), SILENT_S)
+
+
+def attempt() -> str:
+    """Prefix of this project's keys: a job that torchrun restarts may find the store of its previous attempt."""
+    return f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def current() -> Watchdog | None:
@@ -61,8 +68,7 @@ class Watchdog:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = datetime.timedelta(seconds=silent_s)
         self._store: Any = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        # a restarted job may find the store of its previous attempt
-        self._prefix = f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = attempt()
         self._ended = threading.Event()
         # rank -> file descriptor of its process, readable once that has ended; the ranks of this machine
         self._neighbours: dict[int, int] = {}
@@ -159,10 +165,12 @@ class Watchdog:
             failure = _gone_message(dead) if dead else failure
             if ours:
                 self._say(failure)
-        os._exit(1)  # the main thread may hang in a collective for ever, so it can't unwind
+        # the main thread may hang in a collective for ever, so it can't unwind
+        os._exit(launcher.code_beside_failure())
 
     def _say(self, failure: str) -> None:
         print(f"error: {failure}; all ranks end", file=sys.stderr, flush=True)
+        launcher.report(f"{failure}; all ranks end")
 
     def _find_neighbours(self) -> None:
         for rank in range(self.world):

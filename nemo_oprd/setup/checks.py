@@ -7,6 +7,7 @@ in `models.py` and `data.py` of this package, and in the commands.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +25,9 @@ from nemo_oprd.losses.layer_mapping import (
 from nemo_oprd.models import ModelSpec, check_same_width
 from nemo_oprd.models.rope import Rope
 from nemo_oprd.rollout.engine_kinds import ENGINES
-from nemo_oprd.rollout.vllm.endpoint import check_endpoints
+from nemo_oprd.rollout.vllm.endpoint import check_endpoints, wait_for_servers
 from nemo_oprd.rollout.vllm.placement import dedicated_ranks
+from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.teacher_servers.launch import KEY, check_settings
 
 
@@ -88,13 +90,40 @@ def check_engine(config: Config, student: ModelSpec) -> None:
 
 def check_teacher_servers(config: Config) -> None:
     """Raises ValueError unless the servers of teachers with `teacher.engine=vllm` can be started, or are addressed."""
+    endpoints = _teacher_endpoints(config)
+    for key, urls in endpoints.items():
+        check_endpoints(urls, config.teacher.vllm.token_file, key, KEY)
+    if config.started_teachers:
+        check_settings(config.teacher.vllm)
+
+
+def wait_for_endpoints(config: Config) -> None:
+    """Waits on the first rank, before the ranks join, until the servers that somebody else runs are there.
+
+    Their weights and settings are checked when they are used.
+
+    Raises:
+        ValueError: one was not there within its `start_timeout`.
+        Stopped: SIGTERM or SIGUSR1 arrived.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if not is_first_rank() or (distributed is not None and distributed.is_initialized()):
+        return
+    kind = ENGINES[config.rollout.engine]
+    if config.rollout.replay is None and kind.groups(config.rollout, 1).placement == "elsewhere":
+        wait_for_servers(f"{kind.key}.endpoints", config.rollout.vllm.endpoints, config.rollout.vllm.start_timeout)
+    for key, urls in _teacher_endpoints(config).items():
+        wait_for_servers(key, urls, config.teacher.vllm.start_timeout)
+
+
+def _teacher_endpoints(config: Config) -> dict[str, list[str]]:
+    """The addresses of teachers' servers that somebody else runs, by the key that names them."""
+    found = {}
     for number in config.served_teachers:
         if urls := config.teacher_endpoints(number):
             own = config.teachers and config.teachers[number].endpoints
-            key = f"teachers[{number}].endpoints" if own else f"{KEY}.endpoints"
-            check_endpoints(urls, config.teacher.vllm.token_file, key, KEY)
-        else:
-            check_settings(config.teacher.vllm)
+            found[f"teachers[{number}].endpoints" if own else f"{KEY}.endpoints"] = urls
+    return found
 
 
 def check_layouts(

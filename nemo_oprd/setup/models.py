@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from nemo_oprd.checkpointing.directory import refuse_damage
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.data.tokenization.identity import fingerprint
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.ema_teacher import EmaTeacher
@@ -25,9 +28,9 @@ from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.models.megatron.model import build_chunks
 from nemo_oprd.models.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
 from nemo_oprd.models.megatron_bridge.provider import OWN
-from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, load_hf
+from nemo_oprd.models.weights.hf import HFCheckpoint, TensorReader, finite, load_hf
 from nemo_oprd.models.weights.served_head import ServedHead
-from nemo_oprd.setup.checks import trainer_ranks
+from nemo_oprd.setup.checks import trainer_ranks, wait_for_endpoints
 from nemo_oprd.setup.resolve import ResolvedModel, RunModels, RunSpec, resolve
 from nemo_oprd.teacher_servers.teacher import ServedTeacher
 
@@ -37,10 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A file with a chat template (None: the tokenizer's own), and the variables that the template gets."""
+    """A file with a chat template (None: the tokenizer's own), and what the template gets.
+
+    Attributes:
+        system_prompt: the system message, in place of a conversation's own; None: its own.
+        keys: the group of these settings, for messages.
+    """
 
     file: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    keys: str = "data"
 
 
 NO_CHAT_TEMPLATE = ChatTemplate()
@@ -74,7 +84,10 @@ class ModelFiles:
             ValueError: there is no tokenizer, or the chat template cannot be used.
         """
         tokenizer = Tokenizer.load(self.directory)
-        tokenizer.set_chat_template(self._chat_template.file, self._chat_template.variables)
+        template = self._chat_template
+        tokenizer.set_chat_template(
+            template.file, template.variables, system_prompt=template.system_prompt, keys=template.keys
+        )
         return tokenizer
 
     @cached_property
@@ -105,6 +118,15 @@ class ModelFiles:
         made = make_provider(f"{self._key}.provider", self.source.provider, self.directory)
         return partial(build_from_provider, made)
 
+    def check_files(self) -> None:
+        """Compares a training run's checkpoint with its digests. Every rank of the world calls this.
+
+        Raises:
+            ValueError: a file is not as it was written.
+        """
+        if self.source.checkpoint:
+            refuse_damage(self.weights_directory, together=True)
+
     def close(self) -> None:
         """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""
         self.__dict__.pop("read", None)
@@ -112,6 +134,7 @@ class ModelFiles:
     def open(self) -> TensorReader:
         """Returns a function that reads a tensor of the model by its HF name, from either kind of source.
 
+        That function raises ValueError for a tensor that holds NaN or infinite values.
         Of a model that vLLM servers compute, only the LM head is read.
 
         Raises:
@@ -120,12 +143,13 @@ class ModelFiles:
         from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint, check_source
 
         if self.source.checkpoint:
-            return MegatronCheckpoint(self.weights_directory, self.directory, self.spec.family).__getitem__
+            stored = MegatronCheckpoint(self.weights_directory, self.directory, self.spec.family)
+            return finite(stored.__getitem__, stored.path)
         checkpoint = HFCheckpoint(str(self.source.hf_path))
         if self._served:
             return ServedHead(checkpoint, self.spec)
         check_source(checkpoint, self.spec)
-        return checkpoint.__getitem__
+        return finite(checkpoint.__getitem__, checkpoint.path)
 
     def check_vocabulary(self) -> None:
         """Raises ValueError if the tokenizer has ids or stop ids outside the model's vocabulary."""
@@ -137,26 +161,73 @@ class ModelFiles:
                 f"config.json says vocab_size={spec.vocab_size}; expected ids 0..{spec.vocab_size - 1}: copy the "
                 "tokenizer of this model"
             )
+        known = tokenizer.ids(spec.vocab_size)
+        if not any(i in known for i in tokenizer.eos_ids):
+            raise ValueError(
+                f"{self.directory}: no token has one of the stop ids {list(tokenizer.eos_ids)}, so that no response "
+                f"would end; expected one of the ids that have a token, {known}: correct eos_token_id in "
+                "generation_config.json"
+            )
 
 
 class RunFiles:
     """The models of a run, each opened once."""
 
     def __init__(self, config: Config, models: RunModels) -> None:
-        self.models = models
+        self.models, self._config = models, config
+        self._replays = config.rollout.replay is not None
         self.student = student_files(config, models.student)
-        variables = ChatTemplate(None, config.data.chat_template_args)
-        self.teachers = [
-            self.student if teacher.model is models.student else ModelFiles(teacher.model, variables)
-            for teacher in models.teachers
-        ]
+        self.teachers = [self._teacher(config, number) for number in range(len(models.teachers))]
 
-    def same_tokenizer(self, number: int) -> bool:
-        """Whether both the student and this teacher have a tokenizer, and the tokenizers are equal."""
+    def _teacher(self, config: Config, number: int) -> ModelFiles:
+        """The files of a teacher; those of the student where the teacher is the student and reads its conversation."""
+        model, own = self.models.teachers[number].model, config.conversation_of(number)
+        is_student = model is self.models.student
+        if is_student and not own.is_set:
+            return self.student
+        file = own.chat_template or (config.data.chat_template if is_student else None)
+        keys = f"teachers[{number}]" if config.teachers else "teacher"
+        return ModelFiles(model, ChatTemplate(file, own.chat_template_args, own.system_prompt, keys))
+
+    def conversations(self) -> dict[str, dict[str, Any]]:
+        """How each model that reads prompts renders them, by its role; of a teacher only if it has its own prompts."""
+        if self._replays:
+            return {}
+        found = {"student": self.student.tokenizer.conversation()}
+        for number, teacher in enumerate(self.teachers):
+            if self._config.teacher.reads == "text" or self._config.has_own_prompt(number):
+                found[f"teachers[{number}]" if self._config.teachers else "teacher"] = teacher.tokenizer.conversation()
+        return found
+
+    @cached_property
+    def sampled_ids(self) -> TokenIds:
+        """The ids that may be sampled: those with a token, as far as the teachers that read them have rows for them.
+
+        Of recorded rollouts these are all ids for which the models have rows: no tokenizer is read.
+
+        Raises:
+            ValueError: the student has no tokenizer.
+        """
+        limit = self.models.vocab_limit
+        return TokenIds(limit) if self._replays else self.student.tokenizer.ids(limit)
+
+    def shared_ids(self, number: int) -> TokenIds | None:
+        """The ids on which the student and a teacher that reads them are compared; None if their tokenizers differ.
+
+        With equal tokenizers these are all ids for which both models have rows. Where the teacher knows more tokens
+        they are the student's: a row that only the teacher has a use for says nothing about the student's.
+        """
+        student, teacher = self.student, self.teachers[number]
+        limit = min(student.spec.vocab_size, teacher.spec.vocab_size)
+        if teacher is student:
+            return TokenIds(limit)
         try:
-            return self.student.tokenizer.fingerprint() == self.teachers[number].tokenizer.fingerprint()
+            ours, theirs = student.tokenizer, teacher.tokenizer
         except ValueError:  # a model has no tokenizer
-            return False
+            return None
+        if fingerprint(ours) == fingerprint(theirs):
+            return TokenIds(limit)
+        return ours.ids(limit) if theirs.reads_ids_of(ours) else None
 
 
 @dataclass(frozen=True)
@@ -194,9 +265,11 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
         models.student.spec,
         [(teacher.spec, teacher.pairs) for teacher in models.teachers],
         models.layer_weights,
-        files.same_tokenizer,
+        files.shared_ids,
         fitting=fitting,
     )
+    if config.rollout.correction != "off" and config.rollout.replay is None:
+        objective = replace(objective, sampled=files.sampled_ids)
     watched = None if fitting else WatchedMetrics.build(config.loss.output, config.logging, config.seed)
     for model in (files.student, *files.teachers):
         # opens the weights and makes providers, so that mistakes in them are found before models are built
@@ -217,7 +290,12 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     Raises:
         ValueError: weights do not fit their model.
     """
+    wait_for_endpoints(plan.run.config)
     init_distributed()
+    stored = {files.source.checkpoint: files for files in (plan.files.student, *plan.files.teachers)}
+    for checkpoint, files in stored.items():
+        if checkpoint:
+            files.check_files()
     servers = _start_teacher_servers(plan)
     try:
         return _build(plan, servers, trainable=trainable)

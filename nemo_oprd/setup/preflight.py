@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.setup import checks
+from nemo_oprd.setup.named_files import Origin, check_files, check_models
 from nemo_oprd.setup.resolve import RunSpec, SamplingSpec, resolve, resolve_sampling
 
 
-def preflight(config: Config, world_size: int, command: str, *, against_reference: bool = False) -> RunSpec:
+def preflight(
+    config: Config, world_size: int, command: str, *, against_reference: bool = False, origin: Origin | None = None
+) -> RunSpec:
     """The run that `command` makes of a configuration on `world_size` ranks, checked as far as config.json goes.
 
     Args:
         command: train, verify, fit-bridge, or doctor, which makes the checks of `train` and finds out about the engine
             itself.
         against_reference: `verify` also computes the Hugging Face reference.
+        origin: says for messages which file sets a key.
 
     Raises:
         ValueError: a mistake that the configuration and the models' config.json show by themselves.
@@ -33,6 +37,7 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
         checks.check_one_teacher(config)
     if samples:
         checks.check_prompts_given(config)
+    check_models(config, origin)
     run = resolve(config, world_size, fitting=command == "fit-bridge")
     student, teacher = run.models.student.spec, run.models.teachers[0].spec
     if samples and command != "doctor":
@@ -45,10 +50,11 @@ def preflight(config: Config, world_size: int, command: str, *, against_referenc
     checks.check_dispatcher(run.teacher_layout, "teacher.parallel.dispatcher")
     if command == "fit-bridge":
         checks.check_bridge_rank(config, student, teacher)
+    check_files(config, command, origin)
     return run
 
 
-def preflight_evaluation(config: Config, world_size: int) -> SamplingSpec:
+def preflight_evaluation(config: Config, world_size: int, *, origin: Origin | None = None) -> SamplingSpec:
     """The same for `evaluate`, which needs no teacher.
 
     Raises:
@@ -56,7 +62,9 @@ def preflight_evaluation(config: Config, world_size: int) -> SamplingSpec:
     """
     checks.check_evaluates(config)
     checks.check_graders(config)
+    check_models(config, origin, student_alone=True)
     sampling = resolve_sampling(config, world_size)
     if config.rollout.replay is None:
         checks.check_engine(config, sampling.student.spec)
+    check_files(config, "evaluate", origin)
     return sampling

@@ -85,7 +85,8 @@ def write_report(report: DataReport, directory: Path) -> str | None:
         if before.get("fingerprint") != report.content["fingerprint"]:
             warning = (
                 f"{file}: the earlier start had other training prompts ({before.get('prompts')} then, "
-                f"{report.content['prompts']} now), so the steps from here on visit other prompts than they would have"
+                f"{report.content['prompts']} now; a chat template that writes the date makes other prompts every "
+                "day), so the steps from here on visit other prompts than they would have"
             )
     write_atomically(file, json.dumps({"format": FORMAT, **report.content}, indent=1, ensure_ascii=False) + "\n")
     return warning

@@ -8,9 +8,11 @@ import re
 from dataclasses import dataclass, replace
 
 from nemo_oprd.config.schema import Config
+from nemo_oprd.data.conversation import fields_beside_text
 from nemo_oprd.data.order import PromptOrder, exact_weights
 from nemo_oprd.data.preparation import DataReport, PreparedPrompts
 from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.data.tokenization.template_use import template_notes
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.schedule import TrainingPrompts
@@ -60,7 +62,7 @@ def encode_prompts(
     for own, file, prompt in ((own, file, prompt) for own, file, prompts in own_prompts for prompt in prompts):
         where = f"data.train={file}: prompt {prompt.index}"
         try:
-            ids = tokenizer.encode_prompt(list(prompt.messages))
+            ids = tokenizer.encode_prompt(prompt.messages, prompt.tools)
             if limit is not None and len(ids) > limit:
                 number, longest = number + 1, max(longest, len(ids))
                 if config.data.over_long == "drop":
@@ -74,16 +76,18 @@ def encode_prompts(
                 f"{where} has {len(ids)} tokens and leaves no room in the model's {max_positions} positions; set "
                 "data.max_prompt_tokens"
             )
-        text = prompt.messages[-1]["content"]
-        own.append(Request(ids, text, prompt.data_source, prompt.answer, prompt.messages, teacher_messages))
+        conversation = prompt.messages, teacher_messages, prompt.tools
+        own.append(Request(ids, prompt.text, prompt.data_source, prompt.answer, *conversation))
     _check_lengths(config, requests)
+    encoded = [request for each in requests for request in each]
+    report.lines += template_notes(tokenizer, encoded, f"data.train={files_in_words(config)}", "the student")
     if number:
         _say_over_long(config, number, sum(map(len, prepared.files)), longest, report)
     return requests
 
 
 def _over_long(config: Config, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[Prompt, list[int]]:
-    """The prompt without the beginning of its last message, and its ids: as many words as fit stay."""
+    """The prompt without the beginning of its problem, and its ids: as many words as fit stay."""
     limit = config.data.max_prompt_tokens
     assert limit is not None
     if config.data.over_long == "refuse":
@@ -91,12 +95,12 @@ def _over_long(config: Config, prompt: Prompt, tokenizer: Tokenizer, length: int
             f"has {length} tokens, expected at most data.max_prompt_tokens={limit}; raise it, or set "
             "data.over_long=drop to leave longer prompts out"
         )
-    content = prompt.messages[-1]["content"]
+    content = prompt.text
     starts = [found.start() for found in re.finditer(r"\S+", content)]
 
     def cut(word: int) -> tuple[Prompt, list[int]]:
-        messages = (*prompt.messages[:-1], {**prompt.messages[-1], "content": content[starts[word] :]})
-        return replace(prompt, messages=messages), tokenizer.encode_prompt(list(messages))
+        messages = prompt.with_text(content[starts[word] :])
+        return replace(prompt, messages=messages), tokenizer.encode_prompt(messages, prompt.tools)
 
     low, high = 1, len(starts)  # the first word that stays is in [low, high); the number of tokens falls with it
     while low < high:
@@ -150,4 +154,6 @@ def _fingerprint(prompts: TrainingPrompts) -> str:
     known = hashlib.sha256(repr((prompts.order.sizes, prompts.order.weights)).encode())
     for request in prompts.requests:
         known.update(json.dumps([request.prompt_ids, request.answer]).encode())
+        # what only the teacher's template may show
+        known.update(fields_beside_text(request.messages, request.tools).encode())
     return known.hexdigest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
 from nemo_oprd.config.teacher_routing import Routing
@@ -20,6 +21,9 @@ from nemo_oprd.models.megatron_bridge.provider import check_provider, find_famil
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup import checks
+
+if TYPE_CHECKING:
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class RunModels:
     Attributes:
         layer_weights: supervised student layer (1-based) -> its weight, ascending.
         routing: which teacher has which responses.
-        vocab_limit: the number of ids that may be sampled: those that the student and the teachers that read them know.
+        vocab_limit: the number of ids for which the student and the teachers that read them have rows.
     """
 
     student: ResolvedModel
@@ -146,7 +150,7 @@ def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
         tuple(teachers),
         weights_of_layers(loss.layer_weights, loss.layers, student.spec.num_layers),
         Routing(tuple(config.teacher_sources)),
-        _known_ids(config, student, [teacher.model for teacher in teachers]),
+        _known_rows(config, student, [teacher.model for teacher in teachers]),
     )
 
 
@@ -163,12 +167,14 @@ def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
     return SamplingSpec(config, student, Layout(data=ranks))
 
 
-def servers_limit(config: Config, student: ResolvedModel) -> int:
-    """`RunModels.vocab_limit` for servers that outlive a run; teachers without a path are left out.
+def servers_ids(config: Config, student: ResolvedModel) -> TokenIds:
+    """`RunFiles.sampled_ids` for servers that outlive a run; teachers without a path are left out.
 
     Raises:
-        ValueError: a teacher's config.json can't be read, or its family is not supported.
+        ValueError: a teacher's config.json can't be read, its family is not supported, or there is no tokenizer.
     """
+    from nemo_oprd.data.tokenization.tokenizer import Tokenizer  # numpy, which other commands need not wait for
+
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
     if config.teacher.reads != "ids":
         sources = []
@@ -178,7 +184,7 @@ def servers_limit(config: Config, student: ResolvedModel) -> int:
         else resolve_model(source, "teacher", beside=student)
         for source in sources
     ]
-    return _known_ids(config, student, teachers)
+    return Tokenizer.load(student.directory).ids(_known_rows(config, student, teachers))
 
 
 def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None = None) -> ResolvedModel:
@@ -228,6 +234,6 @@ def _same_files(one: ModelSource, other: ModelSource) -> bool:
     return (one.hf_path, one.checkpoint, one.provider) == (other.hf_path, other.checkpoint, other.provider)
 
 
-def _known_ids(config: Config, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> int:
+def _known_rows(config: Config, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> int:
     reading = teachers if config.teacher.reads == "ids" else ()
     return min(model.spec.vocab_size for model in (student, *reading))

@@ -37,20 +37,22 @@ class Resume:
     refused: list[Change]
 
 
-def check_resume(config: Config) -> list[Change]:
+def check_resume(config: Config, damaged: Mapping[int, str] | None = None) -> list[Change]:
     """The keys with which a start goes on although they are not those of the last kept step.
+
+    `damaged` is as for `find_checkpoint`.
 
     Raises:
         ValueError: as `compare_settings`; or keys that change what is learned differ without leave (all are named).
     """
-    found = compare_settings(config)
+    found = compare_settings(config, damaged)
     if found.refused:
         raise ValueError(_refusal(config, found.step, found.refused))
     return found.changed
 
 
-def compare_settings(config: Config) -> Resume:
-    """What a start with `config` would change in its directory; writes nothing.
+def compare_settings(config: Config, damaged: Mapping[int, str] | None = None) -> Resume:
+    """What a start with `config` would change in its directory; writes nothing. `damaged` is as for `find_checkpoint`.
 
     Whether models are the same is found out on the first rank alone, because it takes reading some MB of every file of
     weights. On other ranks a model in another place counts as the same.
@@ -59,7 +61,7 @@ def compare_settings(config: Config) -> Resume:
         ValueError: the checkpoint is damaged, or has more steps than `train.steps`; or a file of settings is malformed.
     """
     directory = Path(config.output)
-    step, _ = find_checkpoint(directory / "checkpoints")
+    step, _ = find_checkpoint(directory / "checkpoints", damaged)
     if step is not None and step > config.train.steps:
         raise ValueError(
             f"train.steps={config.train.steps}: output={config.output} has a checkpoint after {step} steps; expected "

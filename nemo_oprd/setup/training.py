@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +20,13 @@ import torch.distributed as dist
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import save_bridge
 from nemo_oprd.checkpointing.checkpointer import Checkpointer, skipped_in_a_row
-from nemo_oprd.checkpointing.directory import find_checkpoint, iteration_directory
+from nemo_oprd.checkpointing.directory import (
+    find_checkpoint,
+    find_damage_inside,
+    find_damage_together,
+    has_digests,
+    iteration_directory,
+)
 from nemo_oprd.checkpointing.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
@@ -27,8 +37,9 @@ from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
-from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.models.megatron.parallel import everyones, first_ranks, init_distributed
 from nemo_oprd.models.weights.hf_export import export_hf
+from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.phase_timer import PhaseTimer
@@ -47,17 +58,19 @@ from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
-from nemo_oprd.runtime.signals import Signals, Stopped
+from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
 from nemo_oprd.setup.canary import refuse_wrong_states
+from nemo_oprd.setup.checks import wait_for_endpoints
 from nemo_oprd.setup.data import (
     TrainingData,
     check_bridge_tokenizers,
     read_training_data,
 )
 from nemo_oprd.setup.idle_ranks import idle_ranks
+from nemo_oprd.setup.likely_mistakes import likely_mistakes
 from nemo_oprd.setup.models import RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.prompt_files import write_report
-from nemo_oprd.setup.resolve import RunSpec
+from nemo_oprd.setup.resolve import RunModels, RunSpec
 from nemo_oprd.setup.resume import check_resume, compare_settings, models_of
 
 logger = logging.getLogger(__name__)
@@ -120,7 +133,7 @@ class TrainingRun:
         return lag_metrics(rollouts, student.optimizer_steps) | self.sampling_check.drift(student, rollouts, step)
 
     def finish(self) -> None:
-        """Saves the trained bridge, exports the student to Hugging Face and prints the table of evaluations."""
+        """Saves the trained bridge, exports the student, prints the table of evaluations and what may be done next."""
         config, student = self.config, self.distiller.student
         if student.objective.trains_bridge and student.role.is_member:
             report = {"trained_with_student": {"steps": config.train.steps, "from": config.bridge.path}}
@@ -133,9 +146,29 @@ class TrainingRun:
             if config.data.chat_template is not None and dist.get_rank() == 0:
                 # the student has learned to answer in this template, and servers look for it under this name
                 shutil.copyfile(config.data.chat_template, target / "chat_template.jinja")
+                shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)  # they would take its place
+            skipped = max(everyones(self.checkpointer.skipped_in_a_row))  # ranks outside the student know of none
+            if skipped and is_first_rank():
+                steps = "the last step" if skipped == 1 else f"each of the last {skipped} steps"
+                logger.warning(
+                    f"in {steps} an update was skipped, because its loss or gradient was not finite "
+                    f"(train/skipped_update in metrics.jsonl): evaluate the student in {target} before you use it"
+                )
             logger.info(f"exported the student to {target}")
         if self.evaluator is not None and dist.get_rank() == 0:
             print(final_report(self.log.path), flush=True)
+        if dist.get_rank() == 0:
+            print(_what_next(config), flush=True)
+
+
+def _what_next(config: Config) -> str:
+    """The lines that a run ends with: the report, the export, models of one's own."""
+    lines = [f"next: nemo-oprd report {shlex.quote(config.output)}   # the report, a page for a browser"]
+    if config.train.export_hf:
+        export = json.dumps(str(Path(config.output) / "hf"))
+        lines.append(f"      transformers.AutoModelForCausalLM.from_pretrained({export})   # the student, in Python")
+    lines.append("      docs/my_models.md   # your own student, teacher and prompts")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -157,9 +190,11 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
     plan = make_plan(spec, files)
     if data.recorded is None:
-        check_bridge_tokenizers(plan.objective, files, data.teacher_inputs)
-    _find_checkpoint(config, plan)
-    check_resume(config)
+        check_bridge_tokenizers(plan.objective, files)
+    damaged: dict[int, str] = {}
+    _find_checkpoint(config, plan, damaged)
+    check_resume(config, damaged)
+    wait_for_endpoints(config)
     # the checkpoint is looked up again under the lock, because another run may have replaced it until here
     lock = RunLock(Path(config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
@@ -175,7 +210,10 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         raise
     try:
         with signals, _written_aside(run):
-            yield run
+            try:
+                yield run
+            except StoppedWaiting as stopped:
+                run.checkpointer.stop_while_waiting(stopped)
     finally:
         try:
             run.distiller.close()
@@ -211,14 +249,16 @@ def _make_engine(plan: RunPlan, data: TrainingData) -> RolloutEngine:
         return ReplayEngine(data.recorded)
     init_distributed()
     run, files = plan.run, plan.files.student
-    limit = run.models.vocab_limit
-    return make_engine(run.config, files.spec, files.directory, run.student_layout, files.tokenizer.eos_ids, limit)
+    sampled, eos_ids = plan.files.sampled_ids, files.tokenizer.eos_ids
+    return make_engine(run.config, files.spec, files.directory, run.student_layout, eos_ids, sampled)
 
 
 def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
     config = plan.run.config
-    latest, notes = _find_checkpoint(config, plan)
-    changed = check_resume(config)
+    init_distributed()
+    damaged: dict[int, str] = {}
+    latest, notes = _find_undamaged_checkpoint(config, plan, damaged)
+    changed = check_resume(config, damaged)
     distiller = build_distiller(plan)
     try:
         for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
@@ -246,7 +286,7 @@ def _assemble(
     latest: int | None,
 ) -> TrainingRun:
     config = plan.run.config
-    first_step = _agree_on_first_step(latest) or 0
+    first_step = latest or 0
     student, files = distiller.student, plan.files
     checkpoints = _checkpoints(config)
     if first_step:
@@ -280,7 +320,7 @@ def _assemble(
         distiller,
         engine,
         sampler,
-        SamplingCheck(config, plan.run.models.vocab_limit),
+        SamplingCheck(config, files.sampled_ids),
         recorder,
         Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, sampler.beside),
         checkpointer,
@@ -300,6 +340,9 @@ def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
     if idle is not None and is_first_rank():
         logger.warning(idle.line)
+    if is_first_rank():
+        for line in likely_mistakes(plan, data):
+            logger.warning(line)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)
@@ -331,32 +374,56 @@ def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
     return None if waits or not config.rollout.max_lag else EngineBeside(engine)
 
 
-def _find_checkpoint(config: Config, plan: RunPlan) -> tuple[int | None, list[str]]:
-    """(The step to resume after, or None for a new run; notes on damaged checkpoints that were skipped)."""
+def _find_undamaged_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
+    """As `_find_checkpoint`, the same step on every rank, which reads its share of the checkpoint's files for it.
+
+    Another rank may have looked before the first rank held the lock, or may see an outdated state of the file system.
+
+    Args:
+        damaged: gets what is wrong with newer checkpoints.
+    """
+    while True:
+        latest, notes = _find_checkpoint(config, plan, damaged)
+        latest = first_ranks(latest)
+        if latest is None:
+            return None, notes
+        directory = iteration_directory(_checkpoints(config), latest)
+        damage = find_damage_together(directory)
+        if damage is None:
+            break
+        damaged[latest] = damage
+    if not has_digests(directory):
+        notes.append(f"{directory} has no digests (an earlier version wrote it): only its files' sizes were checked")
+    return latest, notes
+
+
+def _find_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
+    """(The step to resume after, or None for a new run; notes on damaged checkpoints that were skipped).
+
+    `damaged` is as for `find_checkpoint`, and gets what is wrong with a checkpoint that can't be read.
+    """
     root = _checkpoints(config)
-    latest, notes = find_checkpoint(root)
-    if latest is not None:
+    latest, notes = find_checkpoint(root, damaged)
+    if latest is None:
+        return None, notes
+    try:
         check_checkpoint(root, latest, plan.files.student.spec)
-        try:
-            check_resume_signature(root, latest, config, plan.objective, plan.needs)
-        except ValueError as error:  # one setting that no run can go on with; the others should be known, too
-            refused = ", ".join(map(str, compare_settings(config).refused))
-            raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
+    except ValueError:
+        damage = find_damage_inside(iteration_directory(root, latest))
+        if damage is None:
+            raise
+        damaged[latest] = damage
+        return _find_checkpoint(config, plan, damaged)
+    try:
+        check_resume_signature(root, latest, config, plan.objective, plan.needs)
+    except ValueError as error:  # one setting that no run can go on with; the others should be known, too
+        refused = ", ".join(map(str, compare_settings(config, damaged).refused))
+        raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
     return latest, notes
 
 
 def _checkpoints(config: Config) -> Path:
     return Path(config.output) / "checkpoints"
-
-
-def _agree_on_first_step(latest: int | None) -> int | None:
-    """The first rank's `latest`, on every rank.
-
-    Another rank may have looked before the first rank held the lock, or may see an outdated state of the file system.
-    """
-    agreed = [latest]
-    dist.broadcast_object_list(agreed, src=0)
-    return agreed[0]
 
 
 def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
@@ -367,7 +434,20 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
         run_spec = plan.run
         layouts = {"student": run_spec.student_layout.describe(), "teacher": run_spec.teacher_layout.describe()}
         start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
+        start |= {"conversations": plan.files.conversations(), "model_sizes": _model_sizes(plan.run.models)}
         record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
+
+
+def _model_sizes(models: RunModels) -> dict[str, dict[str, Any]]:
+    """Key of a model in the configuration -> family and size; the parameters of a model on servers are unknown."""
+    found = {}
+    for model in (models.student, *(teacher.model for teacher in models.teachers)):
+        size = {"model_type": model.spec.model_type, "layers": model.spec.num_layers}
+        size |= {"hidden_size": model.spec.hidden_size}
+        if not model.served:
+            size |= {"parameters": sum(math.prod(each.shape) for each in checkpoint_parameters(model.spec))}
+        found[model.key] = size
+    return found
 
 
 def _record_prompts(run: TrainingRun, report: DataReport) -> None:

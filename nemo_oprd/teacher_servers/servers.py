@@ -35,6 +35,7 @@ from nemo_oprd.rollout.vllm.transport import SharedFolder
 from nemo_oprd.rollout.vllm.update_calls import PROBE
 from nemo_oprd.rollout.vllm.weight_push import Failures
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.teacher_servers.ahead import Ahead
 from nemo_oprd.teacher_servers.bridge import ServedBridge
 from nemo_oprd.teacher_servers.canary import Canary
@@ -124,7 +125,7 @@ def longest_sequence(config: Config, canary: Canary) -> int:
     limit and of responses that this run samples.
     """
     limit, teacher, positions = config.data.max_prompt_tokens, config.teacher, canary.spec.max_positions
-    others_ids = teacher.reads != "ids" or teacher.prompt is not None or config.rollout.replay is not None
+    others_ids = teacher.reads != "ids" or bool(config.own_prompts) or config.rollout.replay is not None
     flags = [str(flag).partition("=")[0].replace("_", "-") for flag in teacher.vllm.flags]
     if limit is None or others_ids or "--max-num-batched-tokens" in flags:
         return positions
@@ -287,6 +288,7 @@ class TeacherServers:
 
         Raises:
             ServerRefused: one is not, or died too often.
+            StoppedWaiting: a signal asked the run to stop.
         """
         while failures := self._prepare():
             self._revive(failures.died)
@@ -302,7 +304,7 @@ class TeacherServers:
                 try:
                     self._prove(server, weights)
                     self._false_starts[number] = 0
-                except (ServerDied, ValueError) as error:
+                except (ServerDied, ValueError, StoppedWaiting) as error:
                     failures.note(number, error)
         wait_for_all()  # servers start for minutes, longer than a collective may take
         failures = failures.shared()

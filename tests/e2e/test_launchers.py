@@ -1,7 +1,8 @@
 """Real `torchrun`: a rank that dies ends the job within seconds with one message; signals are passed on.
 
-The jobs of both tests start side by side and are held in their second step until their test comes. What ranks print
-when one of them fails is in test_interrupted.py.
+The jobs of both tests of signals start side by side and are held in their second step until their test comes. What
+ranks print when one of them fails is in test_interrupted.py, and which of them torchrun lists in
+tests/unit/runtime/test_launcher.py.
 """
 
 from __future__ import annotations
@@ -129,3 +130,15 @@ def test_sigterm_to_the_launcher_saves(jobs: dict[str, Job]) -> None:
     assert running.errors() == []
     saved = (running.output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
     assert f"after step {int(saved)} of 1000" in running.said()
+
+
+def test_the_summary_shows_a_users_mistake() -> None:
+    """After the line itself, which comes first; the launcher's own traceback is between them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command += ["-m", "nemo_oprd", "train", "--config-name", "quickstart", "train.lr=-1"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    mistake = "train.lr=-1.0: expected more than 0; choose a larger number"
+    shown = [line for line in ended.stderr.splitlines() if mistake in line]
+    assert shown == [f"error: {mistake}", f"  traceback : {mistake}"]
+    assert ended.returncode == 1 and re.search(r"^  exitcode  : 2 \(pid", ended.stderr, flags=re.MULTILINE)

@@ -195,7 +195,7 @@ def test_readme_has_the_two_commands() -> None:
     assert COMMANDS[:2] == ["bash scripts/quickstart.sh", "bash scripts/test.sh"]
 
 
-def test_quickstart(project: Path, running: dict[str, Future[str]]) -> None:
+def test_quickstart(project: Path, running: dict[str, Future[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The script, on the tiny pair and with few steps: conversion, training at two ranks, table, export, curves."""
     printed = running[QUICKSTART].result()
     rows = [line.split()[:3] for line in printed.splitlines() if line.startswith("heldout")]
@@ -213,9 +213,13 @@ def test_quickstart(project: Path, running: dict[str, Future[str]]) -> None:
     assert list((quickstart / "tensorboard").iterdir())
     assert "<svg" in (quickstart / "report.html").read_text()
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    AutoModelForCausalLM.from_pretrained(quickstart / "hf")
+    *_, report, export, own, page = printed.splitlines()
+    assert report.startswith("next: nemo-oprd report runs/quickstart ") and page == "runs/quickstart/report.html"
+    assert own.split()[0] == "docs/my_models.md"
+    monkeypatch.chdir(project)
+    exec(f"import transformers; {export.strip()}")  # as the run has printed it
     assert AutoTokenizer.from_pretrained(quickstart / "hf").decode([3, 4]) == "01"
 
 

@@ -54,8 +54,8 @@ def test_the_command(project: Path, student: str) -> None:
     output = project / "runs" / "real_model" / f"distilled-{student}"
     layers = json.loads((output / "hf" / "config.json").read_text())["num_hidden_layers"]
     assert layers == {"pruned": 20, "quantised": 30}[student]
-    names = [line.split(" | ")[0] for line in first.stdout.splitlines() if line.startswith("| ")]
-    assert names == ["| student", "| before", "| distilled"]
+    heading = next(line for line in first.stdout.splitlines() if line.startswith("s: student, t: teacher"))
+    assert heading.split()[-2:] == ["before", "distilled"]
     results = {name: json.loads((output / "compare" / f"{name}.json").read_text()) for name in ("before", "distilled")}
     assert results["before"]["on_teacher"] != results["distilled"]["on_teacher"]
     page = (output / "report.html").read_text()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -90,6 +91,21 @@ def test_a_job(site: Site) -> None:
         "OMP_NUM_THREADS": "8", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }  # fmt: skip
+
+
+def test_the_port_is_free_on_the_first_node(site: Site) -> None:
+    """Another job, whose number gives the same port, listens there; a port that the user names stays."""
+    with socket.socket() as one, socket.socket(socket.AF_INET6) as other:
+        one.bind(("127.0.0.1", 20007))
+        other.bind(("::1", 20008))
+        one.listen()
+        other.listen()
+        site.run(f"sbatch {OPRD}")
+        site.run(f"sbatch {OPRD}", MASTER_PORT="20007")
+    found, given = (int(rank.environment["MASTER_PORT"]) for rank in site.ranks())
+    assert found > 20008 and given == 20007
+    with socket.socket() as probe:
+        probe.bind(("", found))
 
 
 @pytest.mark.parametrize(

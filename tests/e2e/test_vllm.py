@@ -53,12 +53,13 @@ def agreements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-tp{case[1]}")
 def test_ids_and_logprobs_are_those_of_transformers(case: tuple[str, int], agreements: dict) -> None:
-    """Before and after three updates, greedily and sampled."""
+    """Before and after three updates, greedily and sampled; an id without a token is likely, and never sampled."""
     found = agreements[case].result()
     assert len(found["greedy"]) == 4
     for update, greedy in enumerate(found["greedy"]):
         assert greedy["transformers"] and greedy["in_process"] and greedy["reasons"], (update, greedy)
         assert greedy["versions"] == [update] and greedy["distinct"] > 6, (update, greedy)
+    assert sum(p > 0.5 for p in found["left_out"]) > 0.1 * len(found["left_out"])
     assert max(found["logprob_gap"]) < LOGPROB_TOLERANCE, found["logprob_gap"]
 
 

@@ -25,12 +25,18 @@ import vllm_environment
 from default_signals import default_signals
 from safetensors.torch import load_file, save_file
 
+from nemo_oprd.commands.toy import task
 from nemo_oprd.commands.toy.pair import Recipe, build_pair
+from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.rollout.replay import read_rollouts
+from tests.support.wide_vocabulary import add_tokens, make_likely, widen
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 300
 # of the pair's models: a response of as many tokens takes longer than a busy machine keeps a process waiting
 POSITIONS = 1280
+# ids 25 and 26 are a gap between the student's tokens, those from 28 on are padding
+ROWS, TEACHER_ROWS, KNOWN, PLANTED = 32, 40, TokenIds(28, ((25, 27),)), (25, 30)
 API_KEY = "an-api-key-of-vLLM-in-the-environment"
 pytestmark = [
     pytest.mark.vllm,
@@ -39,7 +45,7 @@ pytestmark = [
 
 
 def make_pair(directory: Path, layers: int) -> Path:
-    """A pair that vLLM can run, hardly trained."""
+    """A pair that vLLM can run, hardly trained, that finds ids likely for which the teacher alone has tokens."""
     recipe = Recipe(
         0, 10, student_step=5, layers=layers, hidden=128, batch=16, warmup_steps=5,
         train_prompts=64, tune_prompts=16, heldout_prompts=16,
@@ -49,6 +55,11 @@ def make_pair(directory: Path, layers: int) -> Path:
         file = directory / role / "config.json"
         config = json.loads(file.read_text())
         file.write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
+    texts = [task.encode(task.prompt_text(n, m) + task.response_text(n, m)) for n, m in ((1234, 5678), (4016, 3409))]
+    for role, rows, more in (("student", ROWS, {}), ("teacher", TEACHER_ROWS, {"ü": 25, "ö": 30})):
+        widen(directory / role, rows)
+        add_tokens(directory / role, {"é": 27, **more})
+        assert make_likely(directory / role, PLANTED, texts) > 0.5
     return directory
 
 
@@ -80,7 +91,8 @@ class Site:
         return [
             "--config-name", "quickstart", "student.checkpoint=null", f"student.hf_path={pair / 'student'}",
             "teacher.checkpoint=null", f"teacher.hf_path={pair / 'teacher'}", "data.validation={}",
-            f"data.train={self.directory / 'prompts.jsonl'}", "evaluation.every=0", "train.steps=2", "train.lr=1e-2",
+            f"data.train={self.directory / 'prompts.jsonl'}", "evaluation.every=0", "evaluation.teacher=false",
+            "train.steps=2", "train.lr=1e-2",
             "train.warmup_fraction=0", "train.schedule=constant", "train.prompts_per_step=4", "logging.every=1",
             "student.parallel.tensor=1", "logging.tensorboard=false", "train.export_hf=false", "rollout.engine=vllm",
             "rollout.vllm.flags=[--block-size,32]", *more,
@@ -166,7 +178,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     other = site.directory / "teacher_of_other_ids"
     shutil.copytree(site.pair / "teacher", other)
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 1}))
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": KNOWN.limit - 1}))
     prompts = [{"problem": f"{n}+{n}=" * 8, "answer": "1"} for n in (1234, 5678, 9012, 3456)]
     (site.directory / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     processes = []
@@ -210,10 +222,20 @@ def test_nobody_calls_a_server_without_its_token(name: str, site: Site) -> None:
 
 
 def test_a_run_without_a_fault_uses_the_endpoint_and_leaves_it(site: Site) -> None:
-    """Twice: the second run finds the server as the first one left it."""
-    for _ in range(2):
-        code, said = site.run("none", *site.at(site.endpoint))
+    """Twice: the second run finds the server as the first one left it.
+
+    Most of the probability is on rows without a token, which the teacher has tokens for. They are not sampled, and
+    trainer and server agree on the probabilities of the others.
+    """
+    for number in range(2):
+        output = site.directory / f"whole_{number}"
+        code, said = site.run("none", *site.at(site.endpoint), "rollout.save=true", f"output={output}")
         assert code == 0, said[-3000:]
+        for line in (output / "metrics.jsonl").read_text().splitlines():
+            assert json.loads(line)["rollout/logprob_gap_max"] < 1e-4
+        rollouts = [r for file in (output / "rollouts").glob("step_*.jsonl") for r in read_rollouts(file, ROWS)]
+        assert len(rollouts) == 8
+        assert not [i for rollout in rollouts for i in KNOWN.outside(rollout.response_ids.tolist())]
 
 
 def test_evaluate_and_fit_bridge_sample_with_the_same_engine(site: Site) -> None:

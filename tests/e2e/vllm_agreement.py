@@ -18,6 +18,7 @@ from vllm_environment import make_model
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.models.megatron.parallel import init_distributed, seed_everything
@@ -26,15 +27,21 @@ from nemo_oprd.rollout.engine_kinds import make_engine
 
 UPDATES = 3
 EOS = (7, 11)
-KNOWN = 290  # of 300 ids
+# of 300 ids; the model finds PLANTED, which is in a gap, the likeliest at many positions
+KNOWN, PLANTED = TokenIds(290, ((40, 41), (100, 103))), 101
 NEW_TOKENS = 40
 
 
 def prompts(count: int) -> list[list[int]]:
     """Prompts of 3 to 50 ids; some share their first 32, which a prefix cache keeps."""
     rng = np.random.default_rng(5)
-    common = rng.integers(0, KNOWN, 32).tolist()
-    return [[*(common if i % 2 else []), *rng.integers(0, KNOWN, 3 + i % 17).tolist()] for i in range(count)]
+    common = rng.integers(0, KNOWN.limit, 32).tolist()
+    return [[*(common if i % 2 else []), *rng.integers(0, KNOWN.limit, 3 + i % 17).tolist()] for i in range(count)]
+
+
+def over_known(logits: torch.Tensor) -> torch.Tensor:
+    """Logits [..., V] -> those of the ids up to the last that may be sampled; the others get minus infinity."""
+    return logits[..., : KNOWN.limit].masked_fill(torch.from_numpy(~KNOWN.mask), -torch.inf)
 
 
 def chi_square(seen: np.ndarray, expected: np.ndarray) -> float:
@@ -49,7 +56,9 @@ class Comparison:
 
     def __init__(self, name: str, tensor: int, directory: Path) -> None:
         self.model, self.now = make_model(name, directory / "model"), directory / "now"
-        self.results: dict[str, Any] = {"greedy": [], "logprob_gap": []}
+        with torch.no_grad():
+            self.model.get_output_embeddings().weight[PLANTED] *= 4
+        self.results: dict[str, Any] = {"greedy": [], "logprob_gap": [], "left_out": []}
         spec = read_model_spec(directory / "model")
 
         def engine(kind: str) -> RolloutEngine:
@@ -82,14 +91,16 @@ class Comparison:
         ids = list(prompt)
         while len(ids) < len(prompt) + NEW_TOKENS and not (len(ids) > len(prompt) and ids[-1] in EOS):
             logits = self.model(torch.tensor([ids])).logits[0, -1]
-            ids.append(int(logits[:KNOWN].argmax()))
+            ids.append(int(over_known(logits).argmax()))
         return ids[len(prompt) :]
 
     @torch.no_grad()
     def transformers_logprobs(self, rollout: Rollout, temperature: float) -> torch.Tensor:
         """Log-probabilities of a response's ids in the distribution over the known ids."""
         ids, start = torch.tensor(rollout.ids).long(), len(rollout.prompt_ids)
-        logits = self.model(ids[None]).logits[0, start - 1 : -1, :KNOWN]
+        whole = self.model(ids[None]).logits[0, start - 1 : -1]
+        self.results["left_out"] += whole.softmax(-1)[:, PLANTED].tolist()
+        logits = over_known(whole)
         return torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, ids[start:, None])[:, 0]
 
     def compare(self, update: int) -> None:
@@ -123,7 +134,7 @@ class Comparison:
         """First ids of many responses to one prompt against exact probabilities, with a temperature and a nucleus."""
         prompt, count = prompts(1)[0], 1500
         temperature, top_p = 0.9, 0.9
-        logits = self.model(torch.tensor([prompt])).logits[0, -1, :KNOWN].double()
+        logits = over_known(self.model(torch.tensor([prompt])).logits[0, -1]).double()
         probability = torch.softmax(logits / temperature, -1)
         ordered, order = probability.sort(descending=True)
         kept = order[ordered.cumsum(0) - ordered < top_p]

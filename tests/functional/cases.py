@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 
 
 def run_verify(overrides: list[str]) -> None:
@@ -42,6 +43,24 @@ def weights_of_train(overrides: list[str]) -> list[int]:
     return steps
 
 
+def read_for_digests(overrides: list[str]) -> list[str]:
+    """Trains; the files of checkpoints that this rank has read for their digests, by their paths in there."""
+    from unittest import mock
+
+    from nemo_oprd.checkpointing import directory
+
+    names: list[str] = []
+
+    def reading(file: Path) -> str:
+        names.append(str(file).split("iter_", 1)[1].split("/", 1)[1])
+        return sha256_of(file)
+
+    sha256_of = directory.sha256_of
+    with mock.patch.object(directory, "sha256_of", reading):
+        run_train(overrides)
+    return names
+
+
 def said_by_train(overrides: list[str]) -> list[str]:
     """What each rank writes to stderr in a training run."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -61,12 +80,20 @@ def run_evaluate(overrides: list[str], config: str = "verify") -> None:
 
 
 def generate(
-    hf_path: str, tensor: int, prompts: list[list[int]], temperature: float, top_p: float, steps: int, expert: int = 1
+    hf_path: str,
+    tensor: int,
+    prompts: list[list[int]],
+    temperature: float,
+    top_p: float,
+    steps: int,
+    expert: int = 1,
+    sampled: TokenIds | None = None,
 ) -> list:
     """Responses of the in-process engine, with fixed uniforms: [(ids, finish reason)]."""
     from nemo_oprd.rollout.engine import Request, SamplingParams
 
     engine = _engine(hf_path, tensor, "rollout.max_batch=5", f"rollout.expert={expert}")
+    engine.sampled = sampled or engine.sampled
     requests = [Request(prompt) for prompt in prompts]
     rollouts = engine.generate(requests, SamplingParams(temperature, top_p, steps, (7, 1, 0)))
     return [(r.response_ids.tolist(), r.finish_reason) for r in rollouts]

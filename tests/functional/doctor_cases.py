@@ -104,7 +104,7 @@ def one_position_early() -> Any:
         ids = list(prompt)
         for _ in response:
             (made,) = generate_batch(
-                engine.model, engine.vocab_limit, [ids[:-1]], _zeros(), [1], temperature=0.0, top_p=1.0, eos_ids=()
+                engine.model, engine.sampled, [ids[:-1]], _zeros(), [1], temperature=0.0, top_p=1.0, eos_ids=()
             ) or [None]
             assert made is not None
             ids += made.ids.tolist()

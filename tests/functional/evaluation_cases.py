@@ -22,8 +22,11 @@ class Characters:
 
     eos_ids = (0,)
 
-    def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_prompt(self, messages: list[dict[str, str]], tools: Any = ()) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
+
+    def reads_clock(self, messages: Any, tools: Any) -> bool:
+        return False
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(i) for i in ids if i)
@@ -104,6 +107,47 @@ def evaluate(directory: str, texts: list[str], untils: list[int | None]) -> dict
 
     again = evaluator.evaluate(none, place, prefix="teacher/")
     return {"evaluations": found, "again": again}
+
+
+class TwoModels(Answers):
+    """Answers as the student, until the teacher's weights are loaded, and again from the next update on."""
+
+    def __init__(self, student: list[str], teacher: list[str]) -> None:
+        super().__init__(student)
+        self.student, self.teacher = student, teacher
+
+    def load(self, read: Any, source: str) -> None:
+        assert source == "teacher"
+        self.texts = self.teacher
+
+    def update_weights(self, weights: Any, step: int) -> None:
+        self.texts = self.student
+
+
+def before_training(directory: str, student: list[str], teacher: list[str], overrides: list[str]) -> list[str]:
+    """What is said while both models are evaluated before training."""
+    from types import SimpleNamespace
+
+    from messages import messages
+
+    from nemo_oprd.evaluation.evaluator import Evaluator
+    from nemo_oprd.evaluation.validation import SourceModels, Validation
+    from nemo_oprd.models.megatron.parallel import init_distributed
+
+    init_distributed()
+    paths = {"output": directory, "student.hf_path": "a", "data.validation.sums": f"{directory}/problems.jsonl"}
+    given = [f"{key}={value}" for key, value in paths.items()]
+    settings = ["evaluation.samples=2", "evaluation.teacher=true", "teacher.hf_path=b"]
+    config = load_config("verify", [*given, *settings, *overrides])
+    models: Any = SourceModels(Path("a"), Path("b"), lambda: None)  # type: ignore[arg-type, return-value]
+    log: Any = SimpleNamespace(write=lambda step, metrics: None)
+    evaluator = Evaluator(config, Characters(), 100)  # type: ignore[arg-type]
+    signals: Any = SimpleNamespace(asked_to_stop=False)
+    engine: Any = TwoModels(student, teacher)
+    validation = Validation(config, evaluator, engine, models, log, Path(directory), 0, signals)
+    with messages() as said:
+        validation.before_training(SimpleNamespace(hf_weights=None))  # type: ignore[arg-type]
+    return said
 
 
 def cache_budgets(hf_path: str, tensor: int, free: list[int]) -> list[int]:

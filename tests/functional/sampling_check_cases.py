@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 
-def student_logprobs(overrides: list[str], count: int, vocab_limit: int | None) -> tuple[np.ndarray, ...]:
+
+def student_logprobs(overrides: list[str], count: int, sampled: TokenIds | None) -> tuple[np.ndarray, ...]:
     """(response, token, log-probability) of `count` tokens, the same on every rank."""
     import cases
     import torch.distributed as dist
@@ -16,7 +18,7 @@ def student_logprobs(overrides: list[str], count: int, vocab_limit: int | None) 
     distiller, rollouts = cases.models_and_rollouts(overrides)
     table = sampling_check._draw(rollouts, count, 0, 1)
     config = load_config("verify", overrides)
-    found = sampling_check.student_logprobs(distiller.student, rollouts, table, config, vocab_limit)
+    found = sampling_check.student_logprobs(distiller.student, rollouts, table, config, sampled)
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found.tobytes())
     assert set(everyone) == {found.tobytes()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -13,8 +15,18 @@ from nemo_oprd.losses.chunked import (
     output_metrics,
 )
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard, head_logits, top_k_ids
+from nemo_oprd.losses.vocab_parallel import (
+    OutputHead,
+    Ranges,
+    VocabShard,
+    head_logits,
+    leave_out_gaps_,
+    log_sampled_mass,
+    log_softmax_,
+    top_k_ids,
+)
 
+UNSAMPLED = ((1, 2), (30, 33), (60, 61))
 REAL, WIDTH, TEACHER_WIDTH, CHUNK = 61, 6, 9, 4
 
 
@@ -35,12 +47,13 @@ def _result(gradients: OutputGradients) -> dict[str, torch.Tensor]:
 
 
 def split_against_whole(
-    losses: list[OutputLoss], size: int, rows: int, dtype: str, integers: bool
+    losses: list[OutputLoss], size: int, rows: int, dtype: str, integers: bool, gaps: Ranges = ()
 ) -> dict[str, dict[str, float]]:
     """Relative deviations by loss and quantity, with `size` columns of the padded vocabulary on each rank.
 
     Args:
         integers: rows and heads of small whole numbers: products are exact, and most logits are tied.
+        gaps: ids that are left out.
     """
     from nemo_oprd.models.megatron.parallel import init_distributed
 
@@ -54,12 +67,15 @@ def split_against_whole(
 
     hidden, head = random(rows, WIDTH), random(ranks * size, WIDTH)
     teacher_hidden, teacher_head = random(rows, TEACHER_WIDTH), random(ranks * size, TEACHER_WIDTH)
-    tokens, weight = torch.randint(0, REAL, (rows,), generator=g), torch.rand(rows, generator=g)
+    kept = [i for i in range(REAL) if not any(start <= i < end for start, end in gaps)]
+    tokens, weight = torch.randint(0, len(kept), (rows,), generator=g), torch.rand(rows, generator=g)
+    tokens = torch.tensor(kept)[tokens]
     teacher_bias = random(ranks * size)
     for padded in (head, teacher_head, teacher_bias):
         padded[REAL:] = torch.nan
     mine = slice(rank * size, (rank + 1) * size)
-    whole, shard = VocabShard(0, ranks * size, REAL), VocabShard(mine.start, size, REAL, dist.group.WORLD)
+    whole = VocabShard(0, ranks * size, REAL, gaps=gaps, unsampled=UNSAMPLED)
+    shard = replace(whole, start=mine.start, size=size, group=dist.group.WORLD)
     report = {}
     for loss in losses:
         everything = (
@@ -92,11 +108,26 @@ def split_against_whole(
     old = chunked_logprob(*split[1:3], tokens, shard, temperature=0.7, chunk_tokens=CHUNK)
     one = chunked_logprob(*everything[1:3], tokens, whole, temperature=0.7, chunk_tokens=CHUNK)
     found["log-probabilities and entropies"] = _worst(*zip(old, one, strict=True))
-    logits = head_logits(hidden, head, whole)
-    for k in (1, 4, 16, 60, 61, 200):
-        ids = top_k_ids(head_logits(hidden, head[mine], shard), k, shard)
-        assert torch.equal(ids, top_k_ids(logits, k, whole)), k
-        if integers:
-            order = [sorted(range(REAL), key=lambda v, row=row: (-float(row[v]), v))[:k] for row in logits]
-            assert ids.tolist() == order, k
+    found["probability of sampled ids"] = _of_logits(hidden, (head, head[mine]), (whole, shard), integers=integers)
     return report
+
+
+def _of_logits(
+    hidden: torch.Tensor, heads: tuple[torch.Tensor, ...], shards: tuple[VocabShard, ...], *, integers: bool
+) -> float:
+    """The deviation of the probability of all ids that can be sampled, after a comparison of the largest logits."""
+    logits = [leave_out_gaps_(head_logits(hidden, *each), each[1]) for each in zip(heads, shards, strict=True)]
+    left_out, unsampled = ({i for run in ranges for i in range(*run)} for ranges in (shards[0].gaps, UNSAMPLED))
+    for k in (1, 4, 16, 60, 61, 200):
+        ids = top_k_ids(logits[1], k, shards[1])
+        assert torch.equal(ids, top_k_ids(logits[0], k, shards[0])), k
+        if integers:
+            kept = [v for v in range(REAL) if v not in left_out]
+            order = [sorted(kept, key=lambda v, row=row: (-float(row[v]), v))[:k] for row in logits[0]]
+            assert ids.tolist() == order, k
+    exact = logits[0].softmax(1)[:, [v for v in range(REAL) if v not in unsampled]].sum(1).log()
+    masses = []
+    for logits_CV, shard in zip(logits, shards, strict=True):
+        log_softmax_([logits_CV], shard, 1.0)
+        masses.append(log_sampled_mass(logits_CV.exp(), shard))
+    return _worst(*((mass, exact) for mass in masses))

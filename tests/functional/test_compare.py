@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Models
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.report.comparison import COLUMNS, read_comparison
+from nemo_oprd.commands.report.comparison import COLUMNS, read_comparison, terminal_table
 from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.commands.toy.task import write_tokenizer
 
@@ -54,8 +54,11 @@ def compare(place: Path, *arguments: str, output: str = "out") -> tuple[int, str
 def measured(place: Path) -> Path:
     status, out, err = compare(place, f"first={place / 'student'}", f"same={place / 'teacher'}")
     assert status == 0, err
-    table = [line for line in out.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0] for line in table] == ["| student", "| first", "| same"]
+    heading, *table = out.splitlines()
+    assert heading.split()[-2:] == ["first", "same"] and "|---" not in out and max(map(len, out.splitlines())) <= 80
+    kl = next(line for line in table if line.startswith("  KL(s|t)"))
+    first = json.loads((place / "out" / "first.json").read_text())
+    assert kl.split() == ["KL(s|t)", f"{first['on_teacher']['reverse_kl']:.4g}", "0"]
     return place / "out"
 
 
@@ -87,6 +90,31 @@ def test_measurements_are_used_again(place: Path, measured: Path) -> None:
     assert results["first"]["per_prompt"] == results["second"]["per_prompt"]
     for name in ("second.json", "second.jsonl"):
         (measured / name).unlink()
+
+
+def test_many_students_go_on_below(measured: Path) -> None:
+    """Each line fits a terminal, and what belongs to a student stands in its column."""
+    result = json.loads((measured / "first.json").read_text())
+    names = [f"student-of-long-name-{number}" for number in range(5)]
+    blocks = terminal_table(dict.fromkeys(names, result)).split("\n\n")
+    assert [line for block in blocks for line in block.splitlines()[0].split()[4:]][-5:] == names
+    assert len({tuple(line[:24] for line in block.splitlines()[1:]) for block in blocks}) == 1
+    for line in "\n".join(blocks).splitlines():
+        assert len(line) <= 80
+    # a name wider than a terminal has a table of its own
+    assert terminal_table({"n" * 90: result, "b": result}).count("\n\n") == 1
+
+
+def test_before_stands_before_after(measured: Path, tmp_path: Path) -> None:
+    for name in ("teacher.json", "teacher.jsonl"):
+        shutil.copy(measured / name, tmp_path / name)
+    for name in ("after", "before", "m", "before-m", "m_after"):
+        for ending in ("json", "jsonl"):
+            shutil.copy(measured / f"first.{ending}", tmp_path / f"{name}.{ending}")
+    found = read_comparison(tmp_path)
+    assert found is not None
+    assert [name for name, _ in found.rows] == ["before", "before-m", "m", "after", "m_after"]
+    assert [name for name, _ in found.responses[0][1]] == ["teacher", "before", "before-m", "m", "after", "m_after"]
 
 
 def test_other_settings_are_measured_again(place: Path, measured: Path) -> None:

@@ -13,7 +13,7 @@ from pool import Pools
 from nemo_oprd.models import read_model_spec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "student"
-TEXTS = [r"so \boxed{4}", r"\boxed{5}", "no box", r"\boxed{1} or \boxed{10.0}", r"\boxed{7}", r"\boxed{ 07 }"]
+TEXTS = [r"so \boxed{4}", r"\boxed{5}", "no box", r"\boxed{1}, no: \boxed{10.0}", r"\boxed{7}", r"\boxed{ 07 }"]
 ANSWERS = ["4", "10", "7"]
 
 
@@ -23,7 +23,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cancelled_twice_it_samples_what_is_missing(pools: Pools, tmp_path: Path, ranks: int) -> None:
-    write_problems(tmp_path, ANSWERS)
+    # with two ranks, answers of the form of GSM8K, which `number` grades
+    answers, grader = (ANSWERS, "boxed") if ranks == 1 else ([f"So.\n#### {answer}" for answer in ANSWERS], "number")
+    write_problems(tmp_path, answers)
     found = pools[ranks].run(
         "evaluation_cases:evaluate", directory=str(tmp_path), texts=TEXTS, untils=[1, 1, None], timeout=60
     )
@@ -46,10 +48,33 @@ def test_cancelled_twice_it_samples_what_is_missing(pools: Pools, tmp_path: Path
     assert metrics["val/sums/no_answer"] == pytest.approx(1 / 6) and metrics["val/sums/truncated"] == 0
     assert metrics["val/sums/avg_len"] == pytest.approx(sum(lengths) / 6)
     assert found["again"] == {name.replace("sums/", "sums/teacher/"): value for name, value in metrics.items()}
-    check_files(tmp_path / "run", metrics)
+    check_files(tmp_path / "run", metrics, answers, grader)
 
 
-def check_files(run: Path, metrics: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("student", "teacher", "overrides", "says"),
+    [
+        (9, 2, [], "of 10 problems of sums the teacher solves 20.0% and the student 90.0%, -70.0 +- 32.3 points: the "
+         "student is better; expected a better teacher; fix: another teacher, or exchange the paths"),
+        (6, 2, [], None),  # 1 / 16 by chance
+        (2, 9, [], None),
+        (9, 9, [], None),
+        # such a teacher knows more in training than in an evaluation
+        (9, 2, ["teacher.prompt='{prompt} {answer}'"], None),
+    ],
+)  # fmt: skip
+def test_a_teacher_that_is_worse_is_named_before_training(
+    pools: Pools, tmp_path: Path, student: int, teacher: int, overrides: list[str], says: str | None
+) -> None:
+    """The models that were exchanged: each has so many of ten problems right, in both of its two responses."""
+    write_problems(tmp_path, ["4"] * 10)
+    right = {"student": student, "teacher": teacher}
+    texts = {name: [rf"\boxed{{{4 if i // 2 < count else 5}}}" for i in range(20)] for name, count in right.items()}
+    said = pools[1].run("evaluation_cases:before_training", directory=str(tmp_path), overrides=overrides, **texts)
+    assert [line for line in said if "student is better" in line] == ([] if says is None else [says])
+
+
+def check_files(run: Path, metrics: dict[str, float], answers: list[str], grader: str) -> None:
     """The formats of docs/runs.md, to the letter."""
     files = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
     assert files == ["evaluation.json", "generations/about.json", "generations/sums.jsonl", "grades/sums.jsonl"]
@@ -67,7 +92,7 @@ def check_files(run: Path, metrics: dict[str, float]) -> None:
             "finish_reason": "stop",
             "seed": [0, 2, 0, i],
             "model": MODEL["name"],
-            "answer": ANSWERS[i // 2],
+            "answer": answers[i // 2],
             "data_source": "problems",
             "logprobs": [-0.5] * (len(text) + 1),
         }
@@ -76,7 +101,7 @@ def check_files(run: Path, metrics: dict[str, float]) -> None:
     extracted = ["4", "5", None, "10.0", "7", "07"]
     correct = [True, False, False, True, True, True]
     assert lines(run / "grades" / "sums.jsonl") == [
-        {"problem": i // 2, "sample": i % 2, "extracted": extracted[i], "correct": correct[i], "grader": "boxed"}
+        {"problem": i // 2, "sample": i % 2, "extracted": extracted[i], "correct": correct[i], "grader": grader}
         for i in range(6)
     ]
     about = json.loads((run / "generations" / "about.json").read_text())

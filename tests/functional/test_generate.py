@@ -11,6 +11,8 @@ from pool import Pools
 from tiny_models import save_random_model
 from transformers import AutoModelForCausalLM
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
+
 MODEL = Path(__file__).parent.parent / "golden" / "student"
 EOS = (1, 3)
 STEPS = 12
@@ -25,7 +27,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected(
-    prompts: list[list[int]], temperature: float, top_p: float, path: Path = MODEL
+    prompts: list[list[int]], temperature: float, top_p: float, path: Path = MODEL, known: TokenIds | None = None
 ) -> list[tuple[list[int], str]]:
     """One full forward per token, and the definition of inverse-CDF sampling written out."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
@@ -38,6 +40,8 @@ def expected(
         for u in uniforms[: 64 - len(prompt)]:
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + ids])).logits[0, -1].numpy()
+            if known is not None:
+                logits[~np.isin(np.arange(len(logits)), np.flatnonzero(known.mask))] = -np.inf
             if temperature == 0:
                 token = int(logits.argmax())
             else:
@@ -57,11 +61,23 @@ def expected(
 
 
 @pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (0.7, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "known"),
+    [(0.0, 1.0, None), (1.0, 1.0, TokenIds(58, ((10, 30), (44, 45)))), (0.7, 0.8, None)],
+)
 def test_generation_equals_full_forwards(
-    pools: Pools, prompts: list[list[int]], ranks: int, tensor: int, temperature: float, top_p: float
+    pools: Pools,
+    prompts: list[list[int]],
+    ranks: int,
+    tensor: int,
+    temperature: float,
+    top_p: float,
+    known: TokenIds | None,
 ) -> None:
-    """Ragged prompts, several batches, finished sequences leaving early, any layout: the very same tokens."""
+    """Ragged prompts, several batches, finished sequences leaving early, any layout: the very same tokens.
+
+    Also where some ids may not be sampled.
+    """
     got = pools[ranks].run(
         "cases:generate",
         hf_path=str(MODEL),
@@ -70,8 +86,9 @@ def test_generation_equals_full_forwards(
         temperature=temperature,
         top_p=top_p,
         steps=STEPS,
+        sampled=known,
     )
-    assert [tuple(item) for item in got] == expected(prompts, temperature, top_p)
+    assert [tuple(item) for item in got] == expected(prompts, temperature, top_p, known=known)
 
 
 @pytest.mark.parametrize(

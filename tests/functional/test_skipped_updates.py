@@ -38,10 +38,14 @@ def lines(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_in_a_response_skips_the_update(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Skipped, counted, said with layer, response and microbatch; the weights stay bit for bit; then it goes on."""
-    steps = ["train.steps=4", "train.stop_after_skipped=2"]
+    steps = ["train.steps=4", "train.stop_after_skipped=2", "train.export_hf=true"]
     found = run(pools, tmp_path, layout, *steps, steps=[1, 3], response=1, value="nan")
     assert [changed for changed, _ in found["updates"]] == [True, False, True, False]
-    (said, _) = (text for text in found["said"] if "was skipped" in text)
+    (said, _, at_the_end) = (text for text in found["said"] if "was skipped" in text)
+    assert at_the_end == (
+        "in the last step an update was skipped, because its loss or gradient was not finite (train/skipped_update in "
+        f"metrics.jsonl): evaluate the student in {tmp_path / 'hf'} before you use it"
+    )
     assert said.startswith("step 2: this update was skipped: loss nan and gradient norm nan at layer 2")
     assert "response 1 in microbatch " in said
     assert " of data-parallel rank 0" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pool import Pools
 
@@ -30,16 +32,19 @@ def test_no_rows(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "size", "dtype", "integers", "tolerance"),
+    ("ranks", "size", "dtype", "integers", "gaps", "tolerance"),
     [
         # 61 real ids as Megatron pads them: every rank but the first holds padding alone
-        (2, 128, "float64", False, 1e-12),
-        (2, 32, "float32", True, 2e-5),
-        (4, 16, "float64", True, 1e-12),
+        (2, 128, "float64", False, (), 1e-12),
+        (2, 32, "float32", True, (), 2e-5),
+        # one run of ids that are left out lies on two ranks
+        (4, 16, "float64", True, ((0, 1), (10, 20), (48, 60)), 1e-12),
     ],
 )
-def test_split_vocabulary(pools: Pools, ranks: int, size: int, dtype: str, integers: bool, tolerance: float) -> None:
-    arguments = {"losses": LOSSES, "size": size, "rows": 6, "dtype": dtype, "integers": integers}
+def test_split_vocabulary(
+    pools: Pools, ranks: int, size: int, dtype: str, integers: bool, gaps: Any, tolerance: float
+) -> None:
+    arguments = {"losses": LOSSES, "size": size, "rows": 6, "dtype": dtype, "integers": integers, "gaps": gaps}
     report = pools[ranks].run("split_vocabulary_cases:split_against_whole", **arguments)
     assert len(report) == len(LOSSES)
     deviations = {(loss, name): value for loss, found in report.items() for name, value in found.items()}

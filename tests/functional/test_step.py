@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
 from golden_runs import BASE, GOLDEN, weights
 from pairwise import mark_slow, of_settings
-from pool import Pools
+from pool import Pools, WorkerError
 from reference_adamw import one_golden_step
+from safetensors.torch import save_file
 from tiny_models import MODELS, SIZES, save_random
 
+from checkpoint_tools._convert import megatron_to_hf
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.rollout.replay import write_rollouts
 
@@ -85,6 +88,78 @@ def test_resume_goes_on_where_it_stopped(
     assert (parts / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4\n"
 
 
+def zero_two_pages(file: Path) -> None:
+    """Two of those that are not zero already, as the rows of padding are."""
+    data = bytearray(file.read_bytes())
+    pages = [start for start in range(0, len(data) - 4095, 4096) if any(data[start : start + 4096])]
+    for start in pages[1:3]:
+        data[start : start + 4096] = bytes(4096)
+    file.write_bytes(data)
+
+
+def flip_pieces(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    for offset in (9000, 100_000):
+        data[offset : offset + 64] = bytes(255 - byte for byte in data[offset : offset + 64])
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "two pages are zero": ("__1_0.distcp", zero_two_pages, "is damaged (__1_0.distcp has another sha256"),
+    "pieces are flipped": ("__0_1.distcp", flip_pieces, "is damaged (__0_1.distcp has another sha256"),
+    "a page of the index is zero": (".metadata", zero_two_pages, "is damaged (.metadata has another sha256"),
+    "a byte is missing": ("__1_1.distcp", truncate, "is incomplete (__1_1.distcp has "),
+}
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumed(pools: Pools, tmp_path: Path) -> None:
+    """Bit by bit as if the damaged one had never been written. Files of weights are digested while they are written."""
+    run = tmp_path / "run"
+    shared = [*BASE, "student.parallel.tensor=2", "train.save_every=1", "train.steps=3", f"output={run}"]
+    read = pools[2].run("cases:read_for_digests", overrides=shared)
+    whole = weights(run / "hf")
+    newest = run / "checkpoints" / "iter_0000003"
+    digests = json.loads((newest / "state.json").read_text())["sha256"]
+    files = {str(file.relative_to(newest)): file for file in newest.rglob("*") if file.is_file()}
+    assert set(digests) == set(files) - {"state.json"}
+    assert {name: sha256(files[name].read_bytes()).hexdigest() for name in digests} == digests
+    assert set(digests) - set(read) == {f"__{rank}_{number}.distcp" for rank in (0, 1) for number in (0, 1)}
+    shutil.copytree(newest, tmp_path / "kept")
+    for name, harm, says in DAMAGE.values():
+        shutil.rmtree(run / "hf")
+        shutil.rmtree(newest)
+        shutil.copytree(tmp_path / "kept", newest)
+        harm(newest / name)
+        first, _ = pools[2].run("cases:said_by_train", overrides=shared)
+        assert f"{newest} {says}" in first and "was skipped" in first
+        assert f"resumed from {run / 'checkpoints'} after 2 of 3 steps" in first
+        assert all(torch.equal(value, whole[key]) for key, value in weights(run / "hf").items())
+
+    zero_two_pages(newest / "__0_0.distcp")
+    source = ["student.hf_path=null", f"student.checkpoint={newest}", f"output={tmp_path / 'other'}"]
+    refusal = r"iter_0000003 is damaged \(__0_0.distcp has another sha256 .*expected the files of the training run"
+    with pytest.raises(WorkerError, match=refusal):
+        pools[2].run("cases:run_train", overrides=[*shared, *source])
+    with pytest.raises(ValueError, match=refusal):
+        megatron_to_hf(newest, tmp_path / "converted", progress=False)
+
+
+def test_weights_that_are_not_finite_are_named(pools: Pools, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "teacher", tmp_path / "teacher")
+    tensors = weights(tmp_path / "teacher")
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = float("nan")
+    save_file(tensors, tmp_path / "teacher" / "model.safetensors")
+    overrides = [*BASE, f"teacher.hf_path={tmp_path / 'teacher'}", "train.steps=1", f"output={tmp_path / 'run'}"]
+    says = r"teacher: tensor 'model.layers.1.mlp.up_proj.weight' has 1 value\(s\) that are NaN .*nan at \[2, 3\]"
+    with pytest.raises(WorkerError, match=says):
+        pools[1].run("cases:run_train", overrides=overrides)
+    assert not (tmp_path / "run").exists()
+
+
 def test_resume_from_a_checkpoint_whose_state_has_format_1(pools: Pools, tmp_path: Path) -> None:
     """Checkpoints of earlier versions: with adaptive weights, whose averages are kept in state.json."""
     shared = [*BASE, "train.save_every=1", "loss.representation.adaptive.layers=true"]
@@ -99,8 +174,10 @@ def test_resume_from_a_checkpoint_whose_state_has_format_1(pools: Pools, tmp_pat
     old_names |= {"partially_trained": "trained in parts", "moving_average_layers": "layers of the moving average"}
     state = json.loads(file.read_text())
     assert state.pop("format") == 2 and set(old_names) < set(state)
+    del state["sha256"], state["state_sha256"]
     file.write_text(json.dumps({old_names.get(name, name): value for name, value in state.items()}))
-    pools[1].run("cases:run_train", overrides=[*shared, "train.steps=3", f"output={parts}"])
+    (said,) = pools[1].run("cases:said_by_train", overrides=[*shared, "train.steps=3", f"output={parts}"])
+    assert f"{file.parent} has no digests (an earlier version wrote it): only its files' sizes were checked" in said
     expected, got = weights(whole / "hf"), weights(parts / "hf")
     for name, value in expected.items():
         assert torch.equal(got[name], value), name

@@ -292,6 +292,21 @@ class TestEndpoint:
         assert self.run(pools, endpoint)["error"] is None
         first.close()
 
+    def test_a_signal_ends_the_wait_for_it_on_all_ranks(self, pools: Pools, tmp_path: Path) -> None:
+        """Then nothing is sampled: a run that is asked to stop saves and ends."""
+        token, bench = tmp_path / "token", make_bench(tmp_path / "bench")
+        token.touch(0o600)
+        token.write_text("t" * 40)
+        closed = f"http://127.0.0.1:{free_port()}"
+        gone = [f"rollout.vllm.endpoints=[{closed}]", f"rollout.vllm.token_file={token}"]
+        given = {"root": str(bench), "overrides": gone, "plan": ["stop", "update 1", "cancel"], "say_after": 0.3}
+        found = pools[2].run("vllm_engine_cases:run", timeout=60, **given)
+        assert found["error"] is None and found["completed"] == [0] and max(found["seconds"]) < 5
+        name = f"vLLM server 0 ({closed})"
+        assert list(dict.fromkeys(found["said"])) == [
+            f"waiting for {name}, limit 30 s", f"stopped by SIGTERM while waiting for {name}"
+        ]  # fmt: skip
+
     def test_a_wrong_token_is_one_line(self, pools: Pools, endpoint: dict[str, Any], tmp_path: Path) -> None:
         other = tmp_path / "other_token"
         other.touch(0o600)

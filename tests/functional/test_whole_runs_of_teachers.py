@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from golden_runs import metrics
 from pool import Pools
+from safetensors.torch import load_file
 
 from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
@@ -53,6 +54,12 @@ def test_two_teachers_of_two_files(pools: Pools, models: Path, settings: list[st
     several = f"teachers=[{{{teacher}, data_sources: [toy_addition]}}, {{{teacher}, name: rest}}]"
     run, alone = tmp_path / "run", tmp_path / "alone"
     pools[2].run("cases:run_train", overrides=[*settings, data, several, f"output={run}"], config="quickstart")
+    (start,) = json.loads((run / "environment.json").read_text())
+    weights = load_file(models / "teacher" / "model.safetensors")
+    config = json.loads((models / "teacher" / "config.json").read_text())
+    size = {"model_type": "qwen2", "layers": config["num_hidden_layers"], "hidden_size": config["hidden_size"]}
+    size["parameters"] = sum(tensor.numel() for tensor in weights.values())
+    assert start["model_sizes"] == dict.fromkeys(("student", "teachers[0]", "teachers[1]"), size)
     one = f"teacher.hf_path={models / 'teacher'}"
     pools[2].run("cases:run_train", overrides=[*settings, data, one, f"output={alone}"], config="quickstart")
     for line, same, number in zip(metrics(run), metrics(alone), range(1, STEPS + 1), strict=True):

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,13 @@ def settings_of(root: str | Path) -> list[str]:
 def flags_of(root: Path) -> list[str]:
     """The arguments with which a run starts the stand-ins of a bench."""
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.rollout.vllm.launch import server_arguments
 
-    return server_arguments(load_config("verify", settings_of(root)), read_model_spec(root), root, 300, cuda=False)
+    return server_arguments(
+        load_config("verify", settings_of(root)), read_model_spec(root), root, TokenIds(300), cuda=False
+    )
 
 
 def free_port() -> int:
@@ -190,6 +194,7 @@ def engine(
     import torch.distributed as dist
 
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
     from nemo_oprd.layout import Layout
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.models.megatron.parallel import init_distributed
@@ -209,7 +214,8 @@ def engine(
         mock.patch.object(weight_group, "LEAVE_S", 2.0),
         mock.patch.object(transport, "buckets", lambda tensors, **more: whole(tensors, 500, **more)),
     ):
-        made: Any = make_engine(config, read_model_spec(root), Path(root), ranks, EOS, vocab_limit)
+        sampled = None if vocab_limit is None else TokenIds(vocab_limit)
+        made: Any = make_engine(config, read_model_spec(root), Path(root), ranks, EOS, sampled)
         folder = made._mine.folder
         try:
             yield made
@@ -247,19 +253,22 @@ def run(
     nodes: bool = False,
     deadline: float = 300.0,
     memory: str | None = None,
+    say_after: float = 30.0,
 ) -> dict[str, Any]:
     """Carries out a plan.
 
     "load 1" and "update 2" give weights, "change 3" changes them without an update; "kill" ends all servers, "occupy"
-    the memory of the GPUs. "generate" samples a response to each prompt, with what an earlier "cancel" has completed as
-    `done`, "generate last" before an update; "full" samples while responses can't be kept, "slow" while the first one
-    is kept only when all were asked for. "lose" samples while the last controller's client process is killed, "lose
-    idle" after that. "count 6" samples at most 6 tokens per response and counts bytes.
+    the memory of the GPUs, and "stop" asks the first rank to stop after a moment. "generate" samples a response to each
+    prompt, with what an earlier "cancel" has completed as `done`, "generate last" before an update; "full" samples
+    while responses can't be kept, "slow" while the first one is kept only when all were asked for. "lose" samples while
+    the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
+    response and counts the bytes of objects.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
         deadline: seconds after which a broadcast of weights is given up.
         memory: see `shared_gpus`; None: servers don't share GPUs.
+        say_after: seconds after which a line says which server is waited for.
 
     Returns:
         "sampled": per "generate" and "lose", (ids, log-probabilities, finish reason) of each response, and "metrics";
@@ -278,6 +287,7 @@ def run(
             with (
                 shared_gpus(root, memory) if memory else nullcontext(),
                 counted_digests(found),
+                mock.patch("nemo_oprd.runtime.waiting.SAY_AFTER_S", say_after),
                 engine(root, overrides, students, vocab_limit, deadline) as made,
             ):
                 _carry_out(plan, made, found, root)
@@ -341,6 +351,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
     import torch.distributed as dist
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
+    from nemo_oprd.runtime.signals import Signals
 
     killed: list[int] = []
     asked, done, step, changed = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0, 0
@@ -373,6 +384,10 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             made.update_weights(lambda: weights(changed).items(), step)
         elif kind == "change":
             changed = int(number)
+        elif kind == "stop":
+            signals.enter_context(Signals())
+            if dist.get_rank() == 0:
+                threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
         elif kind == "occupy":
             (Path(root) / "memory").touch()
         elif kind == "kill":
@@ -401,6 +416,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
             found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])
             found["metrics"].append(dict(made.metrics))
 
-    for what in plan:
-        with timed(found):
-            carry_out(what)
+    with ExitStack() as signals:
+        for what in plan:
+            with timed(found):
+                carry_out(what)

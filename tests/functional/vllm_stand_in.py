@@ -102,7 +102,8 @@ class Model:
 
     def __init__(self, options: argparse.Namespace, faults: dict[str, Any]) -> None:
         self.options, self.faults = options, faults
-        self.known = json.loads(options.additional_config)["nemo_oprd_known_ids"]
+        given = json.loads(options.additional_config)
+        self.known, self.gaps = given["nemo_oprd_known_ids"], given["nemo_oprd_gaps"]
         self.tensors: dict[str, tuple] = {}
         self.digest, self.version, self.earlier = "none", None, None
         self.paused = self.joined = self.updating = self.asleep = False
@@ -259,7 +260,12 @@ class Model:
         found["rope_parameters"] = model.get("rope_parameters") or {"rope_theta": model["rope_theta"]}
         experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
         found["experts"] = [model[key] for key in experts] if "num_experts" in model else None
-        found |= {"known_ids": self.known, "dtype": self.options.dtype, "logprobs_mode": self.options.logprobs_mode}
+        found |= {
+            "gaps": self.gaps,
+            "known_ids": self.known,
+            "dtype": self.options.dtype,
+            "logprobs_mode": self.options.logprobs_mode,
+        }
         return found | {"workers": int(self.options.tensor_parallel_size), **self.faults.get("describe", {})}
 
     def waits(self, seconds: float, cuts: int) -> bool:

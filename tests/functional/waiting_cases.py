@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import os
+import select
 import signal
+import socket
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
+from default_signals import default_signals
+from messages import messages
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.layout import Layout
 from nemo_oprd.models.megatron import parallel
+from nemo_oprd.runtime import waiting
+from nemo_oprd.runtime.exits import run_as_command
 
 
 def wait_for_the_late(late_s: float) -> dict[str, Any]:
@@ -58,3 +66,80 @@ def timeouts() -> list[float]:
     role = parallel.make_role("student", Layout(tensor=dist.get_world_size()))
     groups = [dist.group.WORLD, role.groups.tp, role.groups.dp]  # type: ignore[attr-defined, union-attr]
     return [group._get_backend(parallel.device()).options._timeout.total_seconds() for group in groups]
+
+
+def ended_by(signal_name: str, rank: int, log: Path, foreign: str | None = None) -> dict[str, Any]:
+    """A command that joins a job of 3 ranks, of which only `rank` is there; it gets the signal once it says a line.
+
+    Args:
+        foreign: "mute" or "http": what listens at the job's address, if anything does.
+    """
+    address = socket.create_server(("127.0.0.1", 0))
+    port = address.getsockname()[1]
+    if foreign is None:
+        address.close()
+    pid = os.fork()
+    if pid == 0:
+        _join_as_command(rank, port, log)
+    deadline, taken = time.monotonic() + 30, []
+    while "waiting for" not in log.read_text() and time.monotonic() < deadline:
+        if foreign is not None and select.select([address], [], [], 0)[0]:
+            taken.append(address.accept()[0])
+            if foreign == "http":
+                taken[-1].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"." * 64)
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            break
+        time.sleep(0.02)
+    began = time.monotonic()
+    os.kill(pid, signal.Signals[signal_name])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    said = log.read_text().replace(f":{port}", ":PORT").replace(f"={port}", "=PORT").splitlines()
+    for each in (address, *taken):
+        each.close()
+    return {"code": code, "seconds": time.monotonic() - began, "said": said}
+
+
+def _join_as_command(rank: int, port: int, log: Path) -> NoReturn:
+    """What the process of a rank does, which was forked off this one."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    default_signals()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    waiting.SAY_AFTER_S = 0.3
+    try:
+        run_as_command(lambda: parallel.init_distributed() or 0)
+    except SystemExit as end:
+        os._exit(int(end.code or 0))
+    os._exit(0)
+
+
+def all_alone(directory: Path) -> dict[str, dict[str, Any]]:
+    """`ended_by` for ranks that wait for different things."""
+    found = {}
+    cases = {
+        "first": ("SIGTERM", 0),
+        "first, Slurm": ("SIGUSR1", 0),
+        "first, Ctrl-C": ("SIGINT", 0),
+        "other": ("SIGTERM", 1),
+        "other, mute": ("SIGINT", 2, "mute"),
+        "other, http": ("SIGTERM", 2, "http"),
+        "in use": ("SIGTERM", 0, "mute"),
+    }
+    for name, (number, rank, *foreign) in cases.items():
+        log = directory / f"{name}.log"
+        log.touch()
+        found[name] = ended_by(number, rank, log, *foreign)
+    return found
+
+
+def late(late_s: float) -> list[str]:
+    """What the first of four ranks says while the last two are late."""
+    waiting.SAY_AFTER_S = late_s / 4
+    if int(os.environ["RANK"]) > 1:
+        time.sleep(late_s)
+    with messages("nemo_oprd.runtime") as said:
+        parallel.init_distributed()
+    everyone = parallel.everyones(said)
+    assert everyone[1:] == [[]] * 3, everyone
+    return said

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_oprd.cli import main
 
-TEXTS = [r"so \boxed{4}", r"\boxed{5}", "no box", r"\boxed{1} or \boxed{20/2}", r"Answer: 7", r"\boxed{ 07 }"]
+TEXTS = [r"so \boxed{4}", r"\boxed{5}", "no box", r"\boxed{1}, no: \boxed{20/2}", r"Answer: 7", r"\boxed{ 07 }"]
 ANSWERS = ["4", "10", "7"]
 
 

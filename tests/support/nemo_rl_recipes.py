@@ -60,12 +60,58 @@ teacher:
   dtensor_cfg: {enabled: false}
   megatron_cfg: {enabled: true, tensor_model_parallel_size: 8}
 """
+# in the shape of NeMo-RL's recipes of multi-teacher distillation, which inherit from those of GRPO
+MOPD = """
+defaults: megatron.yaml
+distillation: null
+teacher: null
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 2, max_num_steps: 40, val_period: 5, seed: 7,
+       overlong_filtering: true, advantage_clip_low: -20, adv_estimator: {name: opd},
+       async_grpo: {enabled: true, max_trajectory_age_steps: 2, in_flight_weight_updates: false}}
+loss_fn: {_override_: true, use_importance_sampling_correction: true, truncated_importance_sampling_type: icepop,
+          truncated_importance_sampling_ratio: 5.0, truncated_importance_sampling_ratio_min: 0.2,
+          token_level_loss: true, ratio_clip_max: 0.28}
+policy:
+  tokenizer: {chat_template: "${policy.model_name}/chat_template.jinja",
+              chat_template_kwargs: {truncate_history_thinking: false}}
+  generation: {top_p: 1.0, colocated: {enabled: false, resources: {gpus_per_node: 4, num_nodes: 1}}}
+data:
+  train: {_override_: true, data_path: gym/train.jsonl}
+  validation: {_override_: true, data_path: gym/validation.jsonl}
+  default: {dataset_name: NemoGymDataset}
+env:
+  should_use_nemo_gym: true
+  nemo_gym:
+    config_paths: [resources_servers/mcqa/configs/mcqa.yaml]
+    num_groups: "${add:${grpo.async_grpo.max_trajectory_age_steps}, 1}"
+    policy_model: {responses_api_models: {vllm_model: {extra_body: {chat_template_kwargs: {enable_thinking: true}}}}}
+    policy_model_reasoning_off:
+      responses_api_models: {vllm_model: {chat_template_kwargs: {enable_thinking: false}}}
+_teachers: {general: /path/to/general, math: org/a/math}
+on_policy_distillation:
+  enabled: true
+  teacher_model_by_agent_name:
+    default_agent: ${_teachers.general}
+    math_agent: ${_teachers.math}
+    mcqa_agent: ${_teachers.math}
+    proof_agent: org/b/math
+  default_teacher_alias: default_agent
+  strict_agent_name_match: false
+  deduplicate_shared_teacher_checkpoints: true
+  non_colocated_teachers:
+    enabled: true
+    default_teacher_cfg: {tensor_model_parallel_size: 2, expert_model_parallel_size: 4, num_nodes: 2, gpus_per_node: 4,
+                          precision: bf16, micro_batch_size: 1,
+                          megatron_cfg_overrides: {moe_token_dispatcher_type: allgather}}
+cluster: {gpus_per_node: 8, num_nodes: 4}
+"""
 
 
 def write_recipes(folder: Path) -> None:
-    """Writes base.yaml, which trains with DTensor, and megatron.yaml, which inherits from it."""
+    """Writes base.yaml, which trains with DTensor, and megatron.yaml and mopd.yaml, which inherit from it."""
     (folder / "base.yaml").write_text(BASE)
     (folder / "megatron.yaml").write_text(MEGATRON)
+    (folder / "mopd.yaml").write_text(MOPD)
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -92,13 +92,13 @@ def plain_row(loss: OutputLoss, z: torch.Tensor, w: torch.Tensor, y: int, old: f
 
 
 def plain(
-    loss: OutputLoss, z: torch.Tensor, w: torch.Tensor, old: torch.Tensor | None = None
+    loss: OutputLoss, z: torch.Tensor, w: torch.Tensor, old: torch.Tensor | None = None, tokens: torch.Tensor = TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values [c] and gradients [c, V]."""
     values, gradients = [], []
     for row in range(len(z)):
         leaf = z[row].clone().requires_grad_()
-        value, surrogate = plain_row(loss, leaf, w[row], int(TOKENS[row]), None if old is None else float(old[row]))
+        value, surrogate = plain_row(loss, leaf, w[row], int(tokens[row]), None if old is None else float(old[row]))
         values.append(value.detach())
         gradients.append(torch.autograd.grad(surrogate + 0 * leaf.sum(), leaf)[0])
     return torch.stack(values), torch.stack(gradients)

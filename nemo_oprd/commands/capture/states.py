@@ -76,6 +76,31 @@ def capture(options: CaptureOptions) -> None:
     """
     if world_size() > 1:
         raise ValueError(f"capture on {world_size()} ranks: expected one, which starts the server: leave out torchrun")
+    try:
+        _capture(options)
+    except ValueError as error:
+        raise ValueError(_with_options(str(error))) from error
+
+
+# what messages say for training -> what the command has; the first one that fits counts
+_OWN_WORDS = (
+    ("teacher.vllm.python=None: ", "--python is not given: "),
+    ("teacher.vllm.python=", "--python "),
+    ("teacher.vllm.", "--"),
+    ("set teacher.engine=megatron, or choose another teacher", "choose another model"),
+    ("teacher.engine=vllm", "capture"),
+    ("rollout.replay=", "--prompts "),
+)
+
+
+def _with_options(message: str) -> str:
+    """A message of the parts that training uses, too, with this command's options in place of keys."""
+    for key, own in _OWN_WORDS:
+        message = message.replace(key, own)
+    return message
+
+
+def _capture(options: CaptureOptions) -> None:
     check_output(str(options.output))
     check_directory(options.output, "capture", "--output")
     spec = read_served_spec(options.model)
@@ -151,7 +176,7 @@ def _sequences(options: CaptureOptions, spec: ModelSpec) -> list[list[int]]:
     if path.suffix == ".jsonl" and path.is_file() and b'"prompt_ids"' in path.open("rb").readline():
         return [rollout.ids.tolist() for rollout in read_rollouts(path, spec.vocab_size, spec.max_positions)]
     prompts, tokenizer = load_prompts(path), Tokenizer.load(options.model)
-    found = [tokenizer.encode_prompt(list(prompt.messages)) for prompt in prompts]
+    found = [tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in prompts]
     for number, ids in enumerate(found, start=1):
         if len(ids) > spec.max_positions:
             raise ValueError(

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.report.comparison import TEACHER, markdown_table
+from nemo_oprd.commands.report.comparison import TEACHER, terminal_table
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.evaluation.agreement import (
@@ -91,7 +91,7 @@ def compare(options: CompareOptions) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(options)
     results = {name: comparison.student(name) for name in options.students}
-    print(markdown_table(results))
+    print(terminal_table(results))
 
 
 class Comparison:
@@ -107,7 +107,7 @@ class Comparison:
                     "next-token distributions can't be compared; expected the same tokenizer: choose another model"
                 )
         self.prompts: list[Prompt] = load_prompts(options.prompts)[: options.count]
-        self.ids = [self.tokenizer.encode_prompt(list(prompt.messages)) for prompt in self.prompts]
+        self.ids = [self.tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in self.prompts]
         self.recorded = None if options.teacher_responses is None else self._recorded(options.teacher_responses)
         limit = read_model_spec(options.teacher).max_positions
         longest = max(map(len, self.ids)) + options.sampling.max_new_tokens
@@ -172,8 +172,8 @@ class Comparison:
         return result
 
     def _sample(self, model: Any) -> list[Response]:
-        tokenizer = self.tokenizer
-        return sample_responses(model, self.ids, tokenizer.eos_ids, tokenizer.vocab_size, self.options.sampling)
+        known = self.tokenizer.ids(model.config.vocab_size)
+        return sample_responses(model, self.ids, self.tokenizer.eos_ids, known, self.options.sampling)
 
     def _load(self, directory: Path) -> Any:
         import torch
@@ -193,7 +193,7 @@ class Comparison:
         (self.options.output / f"{name}.json").unlink(missing_ok=True)
         lines = (
             {
-                "prompt": prompt.messages[-1]["content"],
+                "prompt": prompt.text,
                 "response": self.tokenizer.decode(response.tokens),
                 "ended": response.ended,
                 "prompt_ids": response.prompt,

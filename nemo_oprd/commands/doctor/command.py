@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nemo_oprd.commands.doctor.settings import Settings, for_diagnosis
-from nemo_oprd.commands.options import add_config, config_of, json_file, ranks
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, ranks
 from nemo_oprd.setup.preflight import preflight
 
 
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     file = json_file(options, r'\{\s*"summary":')
     config = config_of(options)
     settings = Settings(options.prompts, options.problems, options.max_new_tokens)
-    spec = preflight(for_diagnosis(config, settings), ranks(), options.command)
+    spec = preflight(for_diagnosis(config, settings), ranks(), options.command, origin=origin(options))
     from nemo_oprd.commands.doctor.examination import doctor
 
     return int(doctor(config, spec, settings, file))

@@ -12,13 +12,16 @@ still loads, and computes something else. Which differences are a mistake depend
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.config.schema import Config
 from nemo_oprd.models import ModelSpec
+from nemo_oprd.setup.likely_mistakes import layer_weights, smaller_teacher
 from nemo_oprd.setup.models import ModelFiles
+from nemo_oprd.setup.positions import too_few_positions
 
 CHECK = "config values"
 EPS = (1e-12, 1e-3)
@@ -26,15 +29,16 @@ FACTOR = 2.0
 
 
 def config_values(
-    student: ModelFiles, teacher: ModelFiles, *, response_tokens: Mapping[str, int], shares_ids: bool
+    run: Config, student: ModelFiles, teacher: ModelFiles, *, number: int = 0, shares_ids: bool
 ) -> Iterator[Finding]:
     """Findings about single values, with those of both models; one that says that there are none.
 
     Args:
-        response_tokens: key -> the most tokens of a response, which the models' positions must hold.
+        run: whose longest sequences the models' positions must hold.
+        number: of the teacher in the run.
         shares_ids: whether both models read the same token ids.
     """
-    found = [*_of_each(student, teacher, response_tokens), *_between(student.spec, teacher.spec)]
+    found = [*_of_each(run, student, teacher, number), *_between(student.spec, teacher.spec)]
     found += _special_ids(student, teacher) if shares_ids else ()
     kin = "of one origin by their shape" if _is_kin(student.spec, teacher.spec) else "of different shapes"
     text = f"the two config.json ({kin}) have no value that is likely to be a mistake: rope_theta "
@@ -86,35 +90,19 @@ _OF_KIN = (
 )
 
 
-def _of_each(student: ModelFiles, teacher: ModelFiles, response_tokens: Mapping[str, int]) -> Iterator[Finding]:
+def _of_each(run: Config, student: ModelFiles, teacher: ModelFiles, number: int) -> Iterator[Finding]:
     for role, spec in (("student", student.spec), ("teacher", teacher.spec)):
         if not EPS[0] <= spec.norm_eps <= EPS[1]:
             text = f"rms_norm_eps is {spec.norm_eps:g} in the {role}'s config.json; expected 1e-6 or 1e-5: the norms "
             text += "do not normalise; fix: the value of the model's source"
             yield Finding(CHECK, "warning", text, {role: spec.norm_eps}, code="norm-eps-unusual")
-        for key, tokens in response_tokens.items():
-            if spec.max_positions <= tokens:
-                text = f"the {role}'s max_position_embeddings is {spec.max_positions}, and {key}={tokens}: prompt and "
-                text += f"response end there; expected more than {tokens}; fix: lower {key}, or correct config.json"
-                numbers = {"positions": spec.max_positions, "tokens": tokens}
-                yield Finding(CHECK, "warning", text, numbers, code="positions-too-few")
-                break
-    size = {"student": _parameters(student.spec), "teacher": _parameters(teacher.spec)}
-    if size["teacher"] < size["student"]:
-        text = f"the teacher has {size['teacher']:.3g} weights in its layers and the student {size['student']:.3g}; "
-        text += "expected a teacher of the same size or a larger one; fix: exchange the two paths, unless it is meant"
-        yield Finding(CHECK, "warning", text, size, code="teacher-smaller")
-
-
-def _parameters(spec: ModelSpec) -> float:
-    """The number of weights in the layers of a model, without biases and norms."""
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
-    experts = spec.experts
-    total = 0.0
-    for layer in range(1, spec.num_layers + 1):
-        ffn = experts.count * experts.ffn_size if experts and spec.is_sparse(layer) else spec.ffn_size
-        total += attention + (3 if spec.gated else 2) * spec.hidden_size * ffn
-    return total
+    for each in too_few_positions(run, student.spec, {number: teacher.spec}):
+        numbers = {"positions": each.positions, "tokens": each.tokens}
+        yield Finding(CHECK, "warning", each.text, numbers, code="positions-too-few")
+    smaller = smaller_teacher(student.spec, teacher.spec)
+    if smaller is not None:
+        size = {"student": layer_weights(student.spec), "teacher": layer_weights(teacher.spec)}
+        yield Finding(CHECK, "warning", smaller, size, code="teacher-smaller")
 
 
 def _special_ids(student: ModelFiles, teacher: ModelFiles) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.order import prompt_order
 from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.evaluation.grading.graders import GraderChoice
@@ -103,7 +104,7 @@ class Examination:
             prompts, self.inputs = read_prompts(self.config, self.files, self.routing)
             self.prompts = prompts.training
             self.plan: RunPlan = make_plan(self.spec, self.files)
-            check_bridge_tokenizers(self.plan.objective, self.files, self.inputs)
+            check_bridge_tokenizers(self.plan.objective, self.files)
             if self.run.evaluation.teacher and self.run.rollout.replay is None:
                 check_same_architecture(self.files.student.spec, self.files.teachers[0].spec)
         except ValueError as error:
@@ -135,7 +136,7 @@ class Examination:
         self.requests = self._requests()
         compared = [self._compared_on(number) for number in range(len(self.labels))]
         student = self.files.student
-        with self._engine(student, self.spec.models.vocab_limit) as engine:
+        with self._engine(student, self.files.sampled_ids) as engine:
             self.rollouts = engine.generate(self.requests, training_sampling(self.config, 0))
             (_, limit), (key, run_limit) = self.config.response_limit, self.run.response_limit
             self.report.add(sample_checks.truncation(self.rollouts, limit, run_limit, limited_by=key))
@@ -145,19 +146,20 @@ class Examination:
             if isinstance(on, str) or isinstance(by_student, str):
                 found = Finding("teacher is better", "skipped", str(on))
             else:
-                with self._engine(self.files.teachers[number]) as engine:
+                teacher = self.files.teachers[number]
+                with self._engine(teacher, teacher.tokenizer.ids(teacher.spec.vocab_size)) as engine:
                     by_teacher = self._solved(engine, self._reader(number).tokenizer, on)
                 limits = int(self.config.evaluation.max_new_tokens or 0), evaluation_limit(self.run)
                 found = sample_checks.teacher_is_better(by_student, by_teacher, *limits)
             self.report.add(found.about(self.labels[number]))
 
     @contextmanager
-    def _engine(self, model: ModelFiles, vocab_limit: int | None = None) -> Iterator[RolloutEngine]:
+    def _engine(self, model: ModelFiles, sampled: TokenIds) -> Iterator[RolloutEngine]:
         """The run's engine with the weights of a model. What it writes, such as logs of servers, stays if it fails."""
         scratch = mkdtemp(prefix="nemo_oprd_doctor_")
         with ExitStack() as stack:
             config, eos_ids = replace(self.config, output=scratch), model.tokenizer.eos_ids
-            engine = make_engine(config, model.spec, model.directory, self.spec.student_layout, eos_ids, vocab_limit)
+            engine = make_engine(config, model.spec, model.directory, self.spec.student_layout, eos_ids, sampled)
             stack.callback(gc.collect)
             stack.callback(engine.close)
             engine.load(model.read, str(model.directory))
@@ -179,7 +181,7 @@ class Examination:
     def _compared_on(self, number: int) -> Problems | str:
         """The problems on which the student and teacher `number` are compared, or why they are not."""
         teacher, student = self.files.teachers[number], self.files.student
-        if not TEACHER_KINDS[self.run.teacher.weights].own_model or self.run.teacher.prompt is not None:
+        if not TEACHER_KINDS[self.run.teacher.weights].own_model or self.run.own_prompts:
             return "the teacher knows more than a validation problem tells (teacher.prompt), so it can't be compared"
         room = min(student.spec.max_positions, teacher.spec.max_positions)
         problems = self._problems(number, [student.tokenizer, self._reader(number).tokenizer], room)
@@ -209,7 +211,7 @@ class Examination:
         named = self.config.teacher_sources[number].data_sources
         for name, read in validation_problems(self.config).items():
             problems = [p for p in read if p.answer is not None and (named is None or p.data_source in named)]
-            fitting = [p for p in problems if all(len(t.encode_prompt(list(p.messages))) < room for t in tokenizers)]
+            fitting = [p for p in problems if all(len(t.encode_prompt(p.messages, p.tools)) < room for t in tokenizers)]
             if fitting:
                 drawn = prompt_order(len(fitting), self.config.seed, 0, min(self.settings.problems, len(fitting)))
                 return name, [fitting[i] for i in sorted(drawn)]
@@ -218,7 +220,7 @@ class Examination:
     def _solved(self, engine: RolloutEngine, tokenizer: Tokenizer, of_set: Problems) -> sample_checks.Answers:
         """What one response to each problem of a set shows; grades count on the first rank only."""
         evaluation, (name, problems) = self.config.evaluation, of_set
-        requests = [Request(tokenizer.encode_prompt(list(p.messages)), answer=p.answer) for p in problems]
+        requests = [Request(tokenizer.encode_prompt(p.messages, p.tools), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
         limit = int(evaluation.max_new_tokens or 0)
         rollouts = engine.generate(requests, SamplingParams(evaluation.temperature, evaluation.top_p, limit, key))
@@ -226,6 +228,7 @@ class Examination:
         solved, without_answer = [False] * len(problems), 0
         if dist.get_rank() == 0:
             choice = GraderChoice(evaluation.graders, evaluation.judge)
+            choice.read(name, ((problem.data_source, problem.answer or "") for problem in problems))
             pairs = zip(texts, problems, strict=True)
             grades = [choice.of(name, problem.data_source)(text, problem.answer or "") for text, problem in pairs]
             solved = [grade.correct for grade in grades]
@@ -249,9 +252,8 @@ class Examination:
             self._check_built(distiller)
 
     def _check_built(self, distiller: Distiller) -> None:
-        limit = self.spec.models.vocab_limit
         self.report.add(map(_of_proof, prove_models(self.plan, distiller)))
-        self.report.add(model_checks.positions(self.greedy, distiller.student, self.config, limit))
+        self.report.add(model_checks.positions(self.greedy, distiller.student, self.config, self.files.sampled_ids))
         taught_by = distiller.taught_by(self.rollouts)
         try:
             rollouts = add_teacher_inputs(self.inputs, taught_by, self.rollouts, self.requests)

@@ -8,22 +8,21 @@ prompt of its own, `teacher.prompt`) or `text`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
 from nemo_oprd.commands.doctor.findings import Finding
 from nemo_oprd.commands.doctor.instructions import SPECIAL
+from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.data.tokenization.identity import teacher_eos_id
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.setup.models import ModelFiles
 
 Reads = Literal["ids", "prompt", "text"]
-Messages = Sequence[dict[str, str]]
 
 # a conversation without a system message: a template that adds one shows it here
-PROBE = ({"role": "user", "content": "What is 2 + 3?"},)
+PROBE = Prompt(({"role": "user", "content": "What is 2 + 3?"},), None, "", 0)
 EXCERPT_BEFORE, EXCERPT_AFTER = 16, 44
 
 
@@ -60,7 +59,7 @@ def _named(tokenizer: Tokenizer, ids: list[int]) -> str:
     return "[" + ", ".join(f"{i} {tokenizer.hf.convert_ids_to_tokens(i)}" for i in ids) + "]"
 
 
-def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: Reads) -> Finding:
+def templates(student: Tokenizer, teacher: Tokenizer, prompt: Prompt, reads: Reads) -> Finding:
     """Whether both chat templates render the same conversation to the same text.
 
     A teacher that reads the student's ids reads them in the student's template. If its own one differs, it reads a
@@ -70,17 +69,17 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Messages, reads: R
     """
     if reads != "ids":
         return Finding("templates", "ok", "the teacher reads prompts in its own template")
-    for name, messages in (("a short conversation", PROBE), ("the first training prompt", prompt)):
-        ours = student.render(list(messages), True)
+    for name, asked in (("a short conversation", PROBE), ("the first training prompt", prompt)):
+        ours = student.render(asked.messages, True, asked.tools)
         try:
-            theirs = teacher.render(list(messages), True)
+            theirs = teacher.render(asked.messages, True, asked.tools)
         except ValueError as error:  # training does not need the teacher's template
             return Finding("templates", "skipped", f"there is nothing to compare with: {error}")
         if ours == theirs:
             continue
         at = _common_start(ours, theirs)
         shown = [repr(text[max(0, at - EXCERPT_BEFORE) : at + EXCERPT_AFTER]) for text in (ours, theirs)]
-        leads = [text.partition(messages[-1]["content"])[0] for text in (ours, theirs)]
+        leads = [text.partition(asked.text)[0] for text in (ours, theirs)]
         added = [_inserted(leads[i], leads[1 - i]) for i in (0, 1)]
         where = f"{name} differs at character {at}: {shown[0]} for the student, {shown[1]} for the teacher"
         code = "templates-differ"
@@ -110,9 +109,9 @@ def _inserted(longer: str, shorter: str) -> str:
 def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Finding:
     """Whether an id that the student may sample means the same token to the teacher, padded rows included.
 
-    Models of one family pad their vocabularies to different sizes, which only masks a few ids. If ids mean other
-    tokens, the teacher scores another text than the student wrote, with plausible states; one such id is wrong, because
-    the run would teach it.
+    Models of one family pad their vocabularies to different sizes, which only masks a few ids, and a teacher may know
+    more tokens. If ids mean other tokens, the teacher scores another text than the student wrote, with plausible
+    states; one such id is wrong, because the run would teach it.
     """
     check = "vocabularies"
     for role, model in (("student", student), ("teacher", teacher)):
@@ -130,15 +129,20 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
         return Finding(check, "ok", f"the teacher reads text, no ids are shared: {padding}", sizes)
     vocabularies_of = (model.tokenizer.hf.get_vocab() for model in (student, teacher))
     ours, theirs = ({i: token for token, i in vocabulary.items()} for vocabulary in vocabularies_of)
-    other = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-    sizes |= {"ids_with_another_meaning": len(other), "sampled_ids": min(sizes["student_rows"], sizes["teacher_rows"])}
+    other = sorted(i for i in ours if ours[i] != theirs.get(i))
+    sampled = student.tokenizer.ids(min(sizes["student_rows"], sizes["teacher_rows"]))
+    sizes |= {"ids_with_another_meaning": len(other), "sampled_ids": len(sampled)}
     if other:
         first = other[0]
         text = f"{len(other)} ids mean other tokens to the teacher, the first one is {first}: {ours.get(first)!r} for "
         text += f"the student, {theirs.get(first)!r} for the teacher; expected the same tokenizer; fix: set "
         text += "teacher.reads=text (with a bridge), or choose another teacher"
         return Finding(check, "wrong", text, sizes, code="tokenizers-differ")
-    text = f"{padding}; all tokens agree, and only ids below {sizes['sampled_ids']} are sampled"
+    more = len(theirs.keys() - ours.keys())
+    agree = (
+        f"the student's tokens mean the same to the teacher, which knows {more} more" if more else "all tokens agree"
+    )
+    text = f"{padding}; {agree}, and only the ids {sampled} are sampled"
     return Finding(check, "ok", text, sizes)
 
 

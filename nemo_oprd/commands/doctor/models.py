@@ -17,6 +17,7 @@ from nemo_oprd.batch.token_table import TokenTable, make_rows
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.commands.doctor.findings import Finding
 from nemo_oprd.config.schema import Config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.sampling_check import student_logprobs
@@ -49,7 +50,7 @@ def greedy_responses(engine: RolloutEngine, requests: list[Request], config: Con
     return engine.generate(requests[:GREEDY_RESPONSES], SamplingParams(0.0, 1.0, tokens, (config.seed, 0)))
 
 
-def positions(greedy: list[Rollout], student: Student, config: Config, vocab_limit: int) -> Finding:
+def positions(greedy: list[Rollout], student: Student, config: Config, sampled: TokenIds) -> Finding:
     """Whether the trainer scores a token at the state from which the engine sampled it.
 
     With states that are off by one between sampling and scoring, every loss compares, and trains, the wrong tokens.
@@ -64,7 +65,7 @@ def positions(greedy: list[Rollout], student: Student, config: Config, vocab_lim
     def score(shift: int, temperature: float) -> tuple[np.ndarray, TokenTable]:
         rows = _shifted(table, sequences, shift)
         settings = replace(config, rollout=replace(config.rollout, temperature=temperature, top_p=1.0))
-        return student_logprobs(student, sequences, rows, settings, vocab_limit), rows
+        return student_logprobs(student, sequences, rows, settings, sampled), rows
 
     sharp, rows = score(0, SHARP)
     agrees = -SHARP * sharp <= TIE[config.precision]

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.commands.doctor.findings import Finding, flag
-from nemo_oprd.commands.doctor.instructions import SPECIAL
+from nemo_oprd.commands.doctor.instructions import REQUESTS, SPECIAL
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.evaluation.grading import extraction
+from nemo_oprd.evaluation.grading.graders import BuiltinGrader, GraderChoice
 from nemo_oprd.setup.prompt_files import prepare_prompts, training_prompts, validation_problems
 
 CHECK = "data"
@@ -32,6 +34,7 @@ VISITS, PROBLEMS = 50, 8
 # answers stand in their own prompts more often than in those of others by this share of the prompts
 ANSWER_SHARE, STATED_SHARE = 0.25, 0.02
 ALIKE, ENOUGH, UNANSWERED = 0.9, 16, 0.05
+SOLUTION_WORDS = 15  # no final answer has as many
 # prompts of a file, evenly spaced, of which the texts are looked at
 LOOKED_AT = 5000
 MARKED, EMPTY, OTHER_ROLE, UNKNOWN, LONG = 0.01, 0.01, 0.01, 0.01, 0.2
@@ -55,6 +58,7 @@ def prompt_files(config: Config) -> Iterator[Finding]:
         found += _texts(source, prompts[:: -(-len(prompts) // LOOKED_AT) or 1])
     for name, problems in sets.items():
         found += _problems(f"data.validation.{name}", problems, graded=config.evaluation.every > 0)
+        found += _graded(config, name, [problem for problem in problems if problem.answer is not None])
     text = f"{len(training):,} prompts and {sum(map(len, sets.values())):,} problems of validation: few repeat,"
     yield from found or [Finding(CHECK, "ok", f"{text} none hold their answers")]
 
@@ -104,7 +108,7 @@ def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     def many(number: int, share: float) -> bool:
         return number >= max(min(2, count), share * count)
 
-    contents = [prompt.messages[-1]["content"] for prompt in prompts]
+    contents = [prompt.text for prompt in prompts]
     marked = [text for text in contents if SPECIAL.search(text)]
     if many(len(marked), MARKED):
         match = SPECIAL.search(marked[0])
@@ -116,7 +120,7 @@ def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     if many(empty, EMPTY):
         text = f"{source}: {empty:,} of {count:,} prompts hold no word; expected problems; fix: correct the file"
         yield _say("warning", "prompts-empty", text, prompts=empty)
-    roles = Counter(prompt.messages[-1]["role"] for prompt in prompts)
+    roles = Counter(prompt.messages[prompt.asked]["role"] for prompt in prompts)
     if many(count - roles["user"], OTHER_ROLE):
         other = next(role for role in roles if role != "user")
         text = f"{source}: {count - roles['user']:,} of {count:,} prompts end with a message of the role {other!r}; "
@@ -137,7 +141,7 @@ def _told(prompts: Sequence[Prompt]) -> int:
 
     Short answers stand in many prompts. By chance, they stand in the next prompt of the file as often.
     """
-    pairs = [(p.messages[-1]["content"], p.answer.strip()) for p in prompts if p.answer and p.answer.strip()]
+    pairs = [(p.text, p.answer.strip()) for p in prompts if p.answer and p.answer.strip()]
     if len(pairs) < 2:
         return 0
     own = sum(_holds(text, answer) for text, answer in pairs)
@@ -167,10 +171,42 @@ def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Itera
     if graded and missing >= max(1, UNANSWERED * count):
         text = f"{source}: {missing:,} of {count:,} problems have no answer, so no response to them is correct; "
         yield _say("warning", "answers-missing", f"{text}expected an answer; fix: add a field answer", problems=missing)
-    repeated = count - len({" ".join(p.messages[-1]["content"].split()) for p in problems})
+    repeated = count - len({" ".join(p.text.split()) for p in problems})
     if repeated >= max(2, DUPLICATES * count):
         text = f"{source}: {repeated:,} of {count:,} problems repeat an earlier one; expected each once; fix: remove "
         yield _say("warning", "duplicate-problems", f"{text}them", problems=repeated)
+
+
+def _graded(config: Config, name: str, problems: Sequence[Prompt]) -> Iterator[Finding]:
+    """Whether the answers of a validation set have the form that the grader reads, of problems with answers."""
+    choice = GraderChoice(config.evaluation.graders, config.evaluation.judge)
+    for line in choice.read(name, ((problem.data_source, problem.answer or "") for problem in problems)):
+        yield Finding(CHECK, "ok", line)
+    unlike: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        grader, answer = choice.of(name, problem.data_source), problem.answer or ""
+        if isinstance(grader, BuiltinGrader) and (why := _unlike(grader, answer, problem.messages[-1]["content"])):
+            unlike.setdefault((grader.grader, why), []).append(answer)
+    for (grader_name, why), answers in unlike.items():
+        if len(answers) >= max(1, UNANSWERED * len(problems)):
+            text = f"data.validation.{name}: {len(answers):,} of {len(problems):,} answers {why}, e.g. "
+            text += f"{answers[0][-60:]!r}, and {grader_name!r} grades them; expected answers as it reads them; fix: "
+            text += f"the final answer alone in the file, or evaluation.graders.{name}"
+            yield _say("warning", "answers-unlike-grader", text, problems=len(answers))
+
+
+def _unlike(grader: BuiltinGrader, answer: str, prompt: Any) -> str | None:
+    """What is wrong with a reference answer for its grader; None if nothing is."""
+    try:
+        grader.check(answer)
+    except ValueError:
+        return "are refused"
+    form = extraction.form(answer)
+    asks_for_box = isinstance(prompt, str) and REQUESTS["a boxed answer"].search(prompt) is not None
+    if form is not None and form != grader.grader and not ("boxed" in grader.grader and asks_for_box):
+        return f"have the form that {form!r} reads"
+    words = [] if "boxed" in answer else re.findall(r"[^\W\d_]{3,}", extraction.reference(answer))
+    return "are worked solutions without a mark" if len(words) >= SOLUTION_WORDS else None
 
 
 def tokenized(
@@ -178,7 +214,7 @@ def tokenized(
 ) -> Iterator[Finding]:
     """Findings about the tokens of a sample of prompts; `teacher`: of one that reads the student's ids, else None."""
     count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
-    contents = [prompt.messages[-1]["content"] for prompt in prompts]
+    contents = [prompt.text for prompt in prompts]
     ids = student.encode_plain(contents)
     found = []
     lost = [text for text, own in zip(contents, ids, strict=True) if _is_lost(student, text, own)]
@@ -194,7 +230,7 @@ def tokenized(
             text += f"the same; fix: copy tokenizer.json from {student.path} or {teacher.path} to the other"
             found.append(Finding(check, "warning", text, {"prompts": other}, code="tokenizers-split-differently"))
     if limit is not None:
-        long = sum(len(student.encode_prompt(list(prompt.messages))) > limit for prompt in prompts)
+        long = sum(len(student.encode_prompt(prompt.messages, prompt.tools)) > limit for prompt in prompts)
         if long > LONG * count:
             text = f"{long:,} of {count:,} prompts are longer than data.max_prompt_tokens={limit} (data.over_long="
             text += f"{config.data.over_long}); expected at most a fifth; fix: raise it"

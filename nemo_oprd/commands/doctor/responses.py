@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.evaluation.teacher_lead import MIN_PROBLEMS, TeacherLead
 
 # responses "dominate" if they are more than half of all
 DOMINATES = 0.5
@@ -17,12 +17,6 @@ DOMINATES = 0.5
 LOOPS_DOMINATE = 0.25
 # the end of a response that is looked at, and the longest repeated part: it stands there twice at least
 LOOP_TOKENS, LONGEST_PERIOD = 64, 32
-# probability of a difference as large by chance, one-sided
-SIGNIFICANCE = 0.05
-# fewer problems than this show only differences of more than half of all problems
-MIN_PROBLEMS = 8
-# what +- stands for everywhere: the half width of a 95 % interval, in standard errors
-NORMAL_95 = 1.96
 
 
 def truncation(
@@ -95,27 +89,23 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
         limit, run_limit: the most tokens of a response here, and in the run's evaluations.
     """
     check, count = "teacher is better", len(student.solved)
-    difference = np.asarray(teacher.solved, dtype=float) - np.asarray(student.solved, dtype=float)
-    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    # Agresti and Min's interval for paired proportions, which is no point where no problem tells the two apart
-    error = math.sqrt(wins + losses + 1 - (wins - losses) ** 2 / (count + 2)) / (count + 2)
-    accuracies = float(np.mean(student.solved)), float(np.mean(teacher.solved))
+    lead = TeacherLead(student.solved, teacher.solved)
+    accuracies = lead.means
     cut = student.cut + teacher.cut
-    numbers = {"problems": count, "student": accuracies[0], "teacher": accuracies[1], "only_teacher": wins}
-    numbers |= {"only_student": losses, "cut": cut, "limit": limit, "student_cut": student.cut}
+    numbers = {"problems": count, "student": accuracies[0], "teacher": accuracies[1], "only_teacher": lead.wins}
+    numbers |= {"only_student": lead.losses, "cut": cut, "limit": limit, "student_cut": student.cut}
     numbers["teacher_cut"] = teacher.cut
     numbers |= {"student_without_answer": student.without_answer, "teacher_without_answer": teacher.without_answer}
-    numbers["standard_error"] = error
+    numbers["standard_error"] = lead.error
     if count < MIN_PROBLEMS:
         return Finding(check, "skipped", f"{count} problems show nothing; expected at least {MIN_PROBLEMS}", numbers)
     if limit < run_limit and cut > 2 * count * LOOPS_DOMINATE:
         text = f"{cut} of {2 * count} responses are cut at {limit} tokens, where evaluations allow {run_limit}: "
         return Finding(check, "skipped", f"{text}--max-new-tokens {run_limit} compares them whole", numbers)
-    said = f"of {count} problems the teacher solves {accuracies[1]:.1%} and the student {accuracies[0]:.1%}, "
-    said += f"{100 * (accuracies[1] - accuracies[0]):+.1f} +- {100 * NORMAL_95 * error:.1f} points"
-    if losses > wins and _chance(losses, wins) < SIGNIFICANCE:
-        text = f"{said}: the student is better ({_both(student, teacher, limit)}); expected a better teacher; fix: "
-        return Finding(check, "wrong", f"{text}another teacher, or exchange the paths", numbers, code="teacher-worse")
+    said = lead.describe()
+    if lead.student_is_better:
+        text = lead.complaint(detail=f" ({_both(student, teacher, limit)})")
+        return Finding(check, "wrong", text, numbers, code="teacher-worse")
     if not any(teacher.solved):
         text = f"{said}: of the teacher's responses {teacher.describe(limit)}, of the student's "
         text += f"{student.describe(limit)}; expected a teacher that solves some; fix: "
@@ -126,7 +116,7 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
         else:
             text += "easier problems, or another teacher"
         return Finding(check, "warning", text, numbers, code="teacher-solves-nothing")
-    if wins > losses and _chance(wins, losses) < SIGNIFICANCE:
+    if lead.teacher_is_better:
         return Finding(check, "ok", said, numbers)
     text = f"{said}: no more than the student beyond chance ({_both(student, teacher, limit)}); expected a better "
     text += f"teacher; fix: another teacher, or --problems above {count} to see a small difference"
@@ -135,9 +125,3 @@ def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit:
 
 def _both(student: Answers, teacher: Answers, limit: int) -> str:
     return f"of the teacher's responses {teacher.describe(limit)}, of the student's {student.describe(limit)}"
-
-
-def _chance(more: int, fewer: int) -> float:
-    """The probability that of more + fewer fair coins at least `more` fall on one given side."""
-    total = more + fewer
-    return sum(math.comb(total, k) for k in range(more, total + 1)) / 2**total

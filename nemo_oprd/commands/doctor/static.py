@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -14,12 +15,13 @@ from nemo_oprd.commands.doctor.instructions import instructions
 from nemo_oprd.commands.doctor.layer_map import LayerMap
 from nemo_oprd.commands.doctor.prompts import prompt_files, tokenized
 from nemo_oprd.commands.doctor.run_settings import settings
-from nemo_oprd.commands.doctor.tokenizers import own_files
+from nemo_oprd.commands.doctor.tokenizers import own_files, rendered
 from nemo_oprd.commands.doctor.weights import damaged_weights, layer_origins, same_weights, survey
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.setup.likely_mistakes import prompts_alike
 from nemo_oprd.setup.models import RunFiles
 from nemo_oprd.setup.prompt_files import training_prompts, validation_problems
 
@@ -27,11 +29,11 @@ from nemo_oprd.setup.prompt_files import training_prompts, validation_problems
 RENDERED_PROMPTS = 2000
 
 
-def teacher_reads(config: Config) -> Reads:
-    """What the teachers of a run read."""
+def teacher_reads(config: Config, number: int = 0) -> Reads:
+    """What teacher `number` of a run reads."""
     if config.teacher.reads == "text":
         return "text"
-    return "ids" if config.teacher.prompt is None else "prompt"
+    return "prompt" if config.has_own_prompt(number) else "ids"
 
 
 def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
@@ -46,6 +48,7 @@ def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
     prompts, student = training_prompts(run), files.student
     yield from settings(run, student.spec.num_layers, student.spec.hidden_size)
     yield from own_files("student", student.tokenizer, run.data.chat_template_args)
+    yield from rendered("student", student.tokenizer, prompts)
     surveyed = survey(student)
     yield from damaged_weights("student", surveyed)
     routing = files.models.routing
@@ -67,25 +70,38 @@ def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
     some = prompts[:: -(-len(prompts) // RENDERED_PROMPTS)]
     shares_ids = teacher_reads(run) != "text"
     yield from tokenized(run, student.tokenizer, files.teachers[0].tokenizer if shares_ids else None, some)
-    yield from instructions(_rendered(run, files, some))
+    texts_of = _rendered(run, files, some)
+    for alike in filter(None, (prompts_alike(source, texts) for source, texts in texts_of.items())):
+        yield Finding("prompt tokens", "warning", alike, code="prompts-alike")
+    yield from instructions(texts_of)
 
 
 def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt]) -> Iterator[Finding]:
-    student, teacher, reads = files.student, files.teachers[number], teacher_reads(run)
+    student, teacher, reads = files.student, files.teachers[number], teacher_reads(run, number)
     if teacher is not student:
-        yield from own_files("teacher", teacher.tokenizer, {} if reads == "ids" else run.data.chat_template_args)
+        variables = {} if reads == "ids" else run.conversation_of(number).chat_template_args
+        yield from own_files("teacher", teacher.tokenizer, variables)
+    if reads != "ids":
+        yield from rendered("teacher", teacher.tokenizer, _as_taught(run, taught))
     yield file_checks.stop_ids(student.tokenizer, teacher.tokenizer, reads)
-    yield file_checks.templates(student.tokenizer, teacher.tokenizer, taught[0].messages, reads)
+    yield file_checks.templates(student.tokenizer, teacher.tokenizer, taught[0], reads)
     yield file_checks.vocabularies(student, teacher, reads)
     yield file_checks.rope(student.spec, teacher.spec)
-    limits = dict([run.response_limit]) if run.rollout.replay is None else {}
-    yield from config_values(student, teacher, response_tokens=limits, shares_ids=reads != "text")
+    yield from config_values(run, student, teacher, number=number, shares_ids=reads != "text")
     if not TEACHER_KINDS[run.teacher.weights].own_model:
         text = f"teacher.weights={run.teacher.weights}: the teacher is the student, with a prompt of its own"
         yield Finding("same weights", "skipped", text)
         return
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    yield same_weights(student, teacher, dtype, reads_more=run.teacher.prompt is not None)
+    yield same_weights(student, teacher, dtype, reads_more=run.has_own_prompt(number))
+
+
+def _as_taught(run: Config, prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts with the conversation of the teacher; none if one cannot be made, which `train` refuses."""
+    try:
+        return [replace(prompt, messages=prompt.teacher_messages(run.teacher.prompt)) for prompt in prompts]
+    except ValueError:
+        return []
 
 
 def _layer_map(run: Config, files: RunFiles, number: int) -> LayerMap | None:
@@ -104,14 +120,14 @@ def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, lis
     """
     student, template = files.student.tokenizer, run.teacher.prompt
     try:
-        found = {"data.train": [student.render(list(p.messages), True) for p in some]}
+        found = {"data.train": [student.render(p.messages, True, p.tools) for p in some]}
         if teacher_reads(run) != "ids":
             teacher = files.teachers[0].tokenizer
-            texts = [teacher.render(list(p.teacher_messages(template)), True) for p in some]
+            texts = [teacher.render(p.teacher_messages(template), True, p.tools) for p in some]
             found["data.train as the teacher reads it"] = texts
         for name, problems in validation_problems(run).items():
             first = problems[:RENDERED_PROMPTS]
-            found[f"data.validation.{name}"] = [student.render(list(p.messages), True) for p in first]
+            found[f"data.validation.{name}"] = [student.render(p.messages, True, p.tools) for p in first]
     except ValueError:
         return {}
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.data.tokenization.template_use import examples, unread_fields
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 
 # no template shortens, escapes or trims this
@@ -44,6 +46,26 @@ def own_files(role: str, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> 
         text = f"data.chat_template_args.{unused[0]}={variables[unused[0]]!r}: the {role}'s chat template has no such "
         text += "variable; expected one that it reads; fix: correct its name, or remove it"
         yield Finding("templates", "warning", text, code="template-variable-unused")
+
+
+def rendered(role: str, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """A prompt of each data source as the model reads it, and findings about what its template leaves out or adds."""
+    try:
+        for source, text in examples(tokenizer, prompts):
+            yield Finding("templates", "ok", f"{source}, as the {role} reads it: {text!r}", {"rendered": text})
+        left_out = unread_fields(tokenizer, prompts)
+        dated = bool(prompts) and tokenizer.reads_clock(prompts[0].messages, prompts[0].tools)
+    except ValueError:
+        return  # `train` refuses it, and says why
+    if left_out:
+        names = ", ".join(f"{name} (of {count:,} prompts)" for name, count in left_out.items())
+        text = f"the {role}'s chat template leaves out {names}; expected all that the rows hold; fix: a template that "
+        yield Finding("templates", "warning", f"{text}writes it, or rows without", left_out, "template-leaves-out")
+    if dated:
+        text = f"the {role}'s chat template writes today's date: a run that goes on tomorrow reads other prompts; "
+        text += "expected the same every day; fix: the template's variable for it, such as "
+        text += "data.chat_template_args.date_string"
+        yield Finding("templates", "warning", text, code="template-writes-date")
 
 
 def _stop_ids(role: str, tokenizer: Tokenizer) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_oprd.commands.options import add_config, add_verbosity, config_of, ranks
+from nemo_oprd.commands.options import add_config, add_verbosity, config_of, origin, ranks
 from nemo_oprd.setup.preflight import preflight_evaluation
 
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    sampling = preflight_evaluation(config_of(options), ranks())
+    sampling = preflight_evaluation(config_of(options), ranks(), origin=origin(options))
     from nemo_oprd.commands.evaluate.student import evaluate
 
     evaluate(sampling)

@@ -23,7 +23,7 @@ from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.setup.models import student_files
 from nemo_oprd.setup.prompt_files import held_out_problems
-from nemo_oprd.setup.resolve import SamplingSpec, servers_limit
+from nemo_oprd.setup.resolve import SamplingSpec, servers_ids
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,14 @@ def evaluate(sampling: SamplingSpec) -> None:
             stack.callback(RunLock(Path(config.output)).undo)
             generations.check()  # again under the lock: another process may have used the directory until here
         init_distributed()
+        model.check_files()
 
         @cache
         def engine() -> RolloutEngine:
             shared = kind.groups(config.rollout, sampling.ranks.size).placement == "elsewhere"
-            limit = servers_limit(config, sampling.student) if shared else None  # as a training run masks them
-            made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, limit)
+            # as a training run masks them
+            sampled = servers_ids(config, sampling.student) if shared else tokenizer.ids(spec.vocab_size)
+            made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, sampled)
             stack.callback(made.close)
             made.load(read, str(model.directory))
             return made

@@ -62,7 +62,7 @@ class SampledRollouts:
 
     def __init__(self, spec: RunSpec, files: RunFiles) -> None:
         self.config = config = spec.config
-        self.student, self.vocab_limit = files.student, spec.models.vocab_limit
+        self.student, self.files = files.student, files
         ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
         prompts, (self.teacher_inputs,) = read_prompts(config, files, spec.models.routing)
         self.prompts = prompts.training
@@ -70,7 +70,7 @@ class SampledRollouts:
             logger.info(line)
         tokenizer = files.student.tokenizer
         self.student_tokenizer = tokenizer.fingerprint()
-        self.teacher_tokenizer = (self.teacher_inputs.teacher if self.teacher_inputs else tokenizer).fingerprint()
+        self.teacher_tokenizer = files.teachers[0].tokenizer.fingerprint()
         self.count = config.bridge.prompts * config.rollout.per_prompt
 
     def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
@@ -94,8 +94,8 @@ class SampledRollouts:
 
     def _engine(self, distiller: Distiller) -> RolloutEngine:
         """The engine, with the student's weights; not made unless something has to be sampled."""
-        files, layout, limit = self.student, distiller.student.role.layout, self.vocab_limit
-        engine = make_engine(self.config, files.spec, files.directory, layout, files.tokenizer.eos_ids, limit)
+        files, layout, sampled = self.student, distiller.student.role.layout, self.files.sampled_ids
+        engine = make_engine(self.config, files.spec, files.directory, layout, files.tokenizer.eos_ids, sampled)
         engine.update_weights(distiller.student.hf_weights, 0)
         return engine
 

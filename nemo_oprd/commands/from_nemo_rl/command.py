@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
-from nemo_oprd.commands.from_nemo_rl.keys import ranks, translate
+from nemo_oprd.commands.from_nemo_rl.keys import translate
+from nemo_oprd.commands.from_nemo_rl.models import ranks
 from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
 from nemo_oprd.config.loading import from_composed, load_config
 from nemo_oprd.runtime.files import write_atomically
@@ -44,8 +45,10 @@ def run(options: argparse.Namespace) -> None:
     made = translate(values, name, options.models)
     if options.oprd:
         made.config["loss"] = {"representation": {"kind": "mse", "weight": 1.0}}
+        for key in ("correction", "correction_range"):  # of sampled tokens, of which no loss is left
+            made.config.get("rollout", {}).pop(key, None)
         made.note("loss_fn: the hidden-state loss takes its place; other widths need a bridge (docs/bridge.md)")
-    needed = ranks(values)
+    needed = ranks(values, made)
     checked = from_composed(made.config, name)  # refuses what the configuration refuses, with the recipe's name
     lines = [f"Made of the recipe {path.name} of NeMo-RL. Without a counterpart, or not the same:", *made.notes]
     text = "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(made.config, sort_keys=False)

@@ -7,44 +7,26 @@ unknown.
 
 from __future__ import annotations
 
-from itertools import count, takewhile
 from typing import Any
 
+from nemo_oprd.commands.from_nemo_rl.models import MOPD, gpus_of, is_mopd, one_or_more, translate_models
 from nemo_oprd.commands.from_nemo_rl.optimizer import translate_optimizer
 from nemo_oprd.commands.from_nemo_rl.recipe import Recipe, Row, Translated, wrong
-from nemo_oprd.config.schema import EvaluationConfig, TrainConfig
+from nemo_oprd.config.schema import EvaluationConfig, RolloutConfig, TrainConfig
 from nemo_oprd.config.secret_values import SECRET_KEY
 
-
-def _one_or_more(recipe: Recipe, key: str) -> int:
-    return int(recipe.count(key, 1))
-
-
-def _size(recipe: Recipe, key: str) -> int | None:
-    """A parallel size; None for 1, the default here."""
-    return size if (size := _one_or_more(recipe, key)) > 1 else None
-
-
-# below a model's megatron_cfg or dtensor_cfg -> below `student` or `teacher`
-_LAYOUT: tuple[Row, ...] = (
-    ("context_parallel_size", "parallel.context", _size),
-    ("pipeline_model_parallel_size", "parallel.pipeline", _size),
-    ("virtual_pipeline_model_parallel_size", "parallel.virtual_pipeline", _size),
-    ("expert_model_parallel_size", "parallel.expert", _size),
-    ("expert_tensor_parallel_size", "parallel.expert_tensor", _size),
-    ("num_layers_in_first_pipeline_stage", "parallel.first_stage_layers", Recipe.count),
-    ("num_layers_in_last_pipeline_stage", "parallel.last_stage_layers", Recipe.count),
-    ("sequence_parallel", "parallel.sequence", lambda recipe, key: recipe.flag(key) or None),
-)
+# below `distillation` or `grpo`
 _STEP: tuple[Row, ...] = (
-    ("distillation.num_prompts_per_step", "train.prompts_per_step", Recipe.count),
-    ("distillation.num_generations_per_prompt", "rollout.per_prompt", _one_or_more),
-    ("distillation.max_num_steps", "train.steps", Recipe.count),
+    ("num_prompts_per_step", "train.prompts_per_step", Recipe.count),
+    ("num_generations_per_prompt", "rollout.per_prompt", one_or_more),
+    ("max_num_steps", "train.steps", Recipe.count),
+)
+_SAMPLING: tuple[Row, ...] = (
     ("policy.generation.temperature", "rollout.temperature", Recipe.not_negative),
     ("policy.generation.top_p", "rollout.top_p", Recipe.not_negative),
 )
 _SERVERS: tuple[Row, ...] = (
-    ("policy.generation.vllm_cfg.tensor_parallel_size", "rollout.vllm.tensor", _one_or_more),
+    ("policy.generation.vllm_cfg.tensor_parallel_size", "rollout.vllm.tensor", one_or_more),
     ("policy.generation.vllm_cfg.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization", Recipe.not_negative),
 )
 _TOKENIZER: tuple[Row, ...] = (
@@ -53,6 +35,7 @@ _TOKENIZER: tuple[Row, ...] = (
 )
 # groups of more keys are counted, not listed
 _SHOWN = 12
+_VALIDATION = ("val_at_start", "val_at_end", "val_period", "max_val_samples")
 # prefix of keys -> why they have no counterpart; the longest one counts
 _WITHOUT_COUNTERPART = {
     "policy.train_micro_batch_size": "microbatches are packs of train.tokens_per_microbatch tokens",
@@ -88,10 +71,7 @@ _WITHOUT_COUNTERPART = {
     "teachers": "a teacher is frozen and needs a model and a layout only",
     "distillation.max_num_epochs": "train.steps ends the run",
     "distillation.max_rollout_turns": "a response has one turn",
-    "distillation.val_at_start": "there are no validation sets in the recipe",
-    "distillation.val_at_end": "there are no validation sets in the recipe",
-    "distillation.val_period": "there are no validation sets in the recipe",
-    "distillation.max_val_samples": "there are no validation sets in the recipe",
+    **{f"distillation.{name}": "there are no validation sets in the recipe" for name in _VALIDATION},
     "distillation.val_batch_size": "all problems of an evaluation are sampled together",
     "data.train": "prompts come from a file",
     "data.validation": "prompts come from a file",
@@ -102,8 +82,26 @@ _WITHOUT_COUNTERPART = {
     "logger": "metrics are in the run's directory (docs/runs.md)",
     "cluster": "torchrun or Slurm starts the ranks",
     "distillation.topk_logits_k": "there is no divergence of next-token distributions",
+    **{f"grpo.{name}": "there are no validation sets in the recipe" for name in _VALIDATION},
+    "grpo.val_batch_size": "all problems of an evaluation are sampled together",
+    "grpo.max_num_epochs": "train.steps ends the run",
+    "grpo.max_rollout_turns": "a response has one turn",
+    "grpo.async_grpo": "rollout.max_lag is the age of responses; a request that fails is sent again",
+    "grpo.overlong_filtering": "responses that are cut off at their limit are trained on, too",
+    "grpo.seq_logprob_error_threshold": "the engine's probabilities are compared with the trainer's in every step",
     "loss_fn": "the divergence is one of loss.output.kind",
     "grpo": "there is no reward",
+    "reward_penalties": "there is no reward",
+    "data_plane": "there is no separate data plane",
+    f"{MOPD}.non_colocated_teachers": "all teachers have the layout in teacher.parallel, and packs as the student's",
+    MOPD: "the loss is the divergence from the teacher alone; there is no reward",
+}
+# the same, in a recipe of multi-teacher distillation
+_OF_MOPD = {
+    "loss_fn": "the loss is the log ratio of the student to the teacher: no clipped ratio, no reference policy",
+    "env": "a response has one turn, and no tools or judges of NeMo Gym",
+    "_teachers": "references to models",
+    **{f"grpo.{name}": "NeMo Gym's verifiers grade validation sets" for name in _VALIDATION},
 }
 
 
@@ -114,88 +112,26 @@ def translate(values: dict[str, Any], name: str, models: str) -> Translated:
         ValueError: the recipe is not one of distillation, or has a value of the wrong type or out of range.
     """
     recipe, made = Recipe(values), Translated()
-    if not recipe.has("policy.model_name") or not (recipe.has("teacher.model_name") or recipe.has("teachers.0")):
+    if is_mopd(recipe):
+        recipe.algorithm = "grpo"
+    elif not recipe.has("policy.model_name") or not (recipe.has("teacher.model_name") or recipe.has("teachers.0")):
         raise ValueError(
-            f"{name}: policy.model_name and teacher.model_name (or teachers) are not both there; expected a "
-            "distillation recipe of NeMo-RL: name another file"
+            f"{name}: policy.model_name and teacher.model_name (or teachers, or on_policy_distillation) are not both "
+            "there; expected a distillation recipe of NeMo-RL: name another file"
         )
     made.set("output", f"runs/{name}")
-    made.set("seed", recipe.number("distillation.seed", whole=True, low=0))
-    _models(recipe, made, models.rstrip("/"))
+    if recipe.flag("policy.is_vlm"):
+        made.note("policy.is_vlm=true: models read text here; rows with images are refused (docs/data.md)")
+    made.set("seed", recipe.number(f"{recipe.algorithm}.seed", whole=True, low=0))
+    translate_models(recipe, made, models.rstrip("/"))
     for part in (_batch, _sampling, translate_optimizer, _loss, _data, _services, _left_over):
         part(recipe, made)
     return made
 
 
-def _models(recipe: Recipe, made: Translated, models: str) -> None:
-    made.choose(recipe, "policy.precision", "precision", {"bfloat16": "bf16", "float32": "fp32"})
-    teacher = "teacher" if recipe.has("teacher.model_name") else "teachers.0"
-    for role, prefix in (("student", "policy"), ("teacher", teacher)):
-        model = _model_name(recipe, prefix)
-        made.set(f"{role}.hf_path", f"{models}/{model.rstrip('/').rpartition('/')[2]}")
-        made.note(f"{prefix}.model_name={model}: put this model into {made.get(f'{role}.hf_path')}")
-        _layout(recipe, made, role, prefix)
-    if teacher != "teachers.0":
-        return
-    made.set("teacher.reads", "text")
-    made.note(
-        "teachers: another tokenizer is read as text and aligned by bytes (docs/tokenizers.md), and there is no "
-        "projection between vocabularies; responses are sampled by the student, not read from data"
-    )
-    for other in takewhile(recipe.has, (f"teachers.{i}" for i in count(1))):
-        model = _model_name(recipe, other)
-        recipe.get(other)
-        made.note(
-            f"{other}={model}: left out, because a response has one teacher; data_sources may choose among several "
-            "(docs/teachers.md)"
-        )
-
-
-def _model_name(recipe: Recipe, prefix: str) -> str:
-    model: str | None = recipe.text(f"{prefix}.model_name")
-    if model is None:  # one of several teachers may have none
-        raise wrong(f"{prefix}.model_name", model, "the name of a model")
-    return model
-
-
-def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
-    """Parallel sizes and recomputation, of the backend that is enabled."""
-    megatron = recipe.flag(f"{prefix}.megatron_cfg.enabled")
-    used, *unused = (
-        ("megatron_cfg", "dtensor_cfg", "optimizer", "scheduler") if megatron else ("dtensor_cfg", "megatron_cfg")
-    )
-    for name in unused:
-        recipe.get(f"{prefix}.{name}")
-    group = f"{prefix}.{used}"
-    recipe.flag(f"{group}.enabled")
-    tensor = "tensor_model_parallel_size" if megatron else "tensor_parallel_size"
-    made.take(recipe, ((tensor, "parallel.tensor", _size), *_LAYOUT), f"{group}.", f"{role}.")
-    if megatron:
-        _dispatcher(recipe, made, role, group)
-    if role == "student" and recipe.flag(f"{group}.activation_checkpointing"):
-        made.set("student.recompute", recipe.text(f"{group}.recompute_granularity", "full"))
-
-
-def _dispatcher(recipe: Recipe, made: Translated, role: str, group: str) -> None:
-    """What sends tokens to the experts; Megatron's `flex` leaves that to a backend."""
-    dispatcher = recipe.text(f"{group}.moe_token_dispatcher_type", "alltoall")
-    if dispatcher == "flex":
-        backend = recipe.text(f"{group}.moe_flex_dispatcher_backend", "not given")
-        if recipe.flag(f"{group}.moe_enable_deepep") or backend == "deepep":
-            made.set(f"{role}.parallel.dispatcher", "deepep")
-            return
-        dispatcher = f"flex (moe_flex_dispatcher_backend {backend})"
-    if dispatcher == "allgather":
-        made.set(f"{role}.parallel.dispatcher", dispatcher)
-    elif dispatcher != "alltoall":
-        made.note(
-            f"{group}.moe_token_dispatcher_type={dispatcher}: alltoall is taken; {role}.parallel.dispatcher is "
-            "alltoall, allgather or deepep"
-        )
-
-
 def _batch(recipe: Recipe, made: Translated) -> None:
-    made.take(recipe, _STEP)
+    made.take(recipe, _STEP, f"{recipe.algorithm}.")
+    made.take(recipe, _SAMPLING)
     prompts, per_prompt = made.get("train.prompts_per_step"), made.get("rollout.per_prompt")
     size = recipe.count("policy.train_global_batch_size")
     if prompts and size and size != prompts * per_prompt:
@@ -222,7 +158,7 @@ def _sampling(recipe: Recipe, made: Translated) -> None:
     if made.choose(recipe, f"{key}.backend", "rollout.engine", {"vllm": "vllm", "megatron": "megatron"}) == "vllm":
         made.take(recipe, _SERVERS)
         if not recipe.flag(f"{key}.colocated.enabled", default=True):
-            gpus = _gpus(recipe, f"{key}.colocated.resources")
+            gpus = gpus_of(recipe, f"{key}.colocated.resources")
             made.set("rollout.vllm.placement", "dedicated")
             made.set("rollout.vllm.replicas", max(1, gpus // made.get("rollout.vllm.tensor")))
         if recipe.flag(f"{key}.vllm_cfg.enforce_eager"):
@@ -236,6 +172,9 @@ def _sampling(recipe: Recipe, made: Translated) -> None:
 
 def _loss(recipe: Recipe, made: Translated) -> None:
     """NeMo-RL's KL on the teacher's most probable ids, averaged over the tokens of an update."""
+    if recipe.algorithm == "grpo":
+        _sampled_token_loss(recipe, made)
+        return
     if made.get("teacher.reads") == "text":
         made.set("loss", {"representation": {}})
         made.note(
@@ -286,6 +225,8 @@ def _loss_temperature(recipe: Recipe, made: Translated) -> None:
         )
         return
     made.set("loss.output.temperature", student)
+    if recipe.algorithm == "grpo":  # a teacher has the settings of the policy
+        return
     teacher = recipe.not_negative("teacher.generation.temperature", 1.0)
     if teacher != student:
         made.note(
@@ -294,8 +235,57 @@ def _loss_temperature(recipe: Recipe, made: Translated) -> None:
         )
 
 
+def _sampled_token_loss(recipe: Recipe, made: Translated) -> None:
+    """The log ratio of the teacher's probability of a sampled token to the student's, and the weights of tokens."""
+    if (name := recipe.text("grpo.adv_estimator.name", "opd")) != "opd":
+        made.note(f"grpo.adv_estimator.name={name}: opd is taken, because there is no reward")
+    tokens = recipe.flag("loss_fn.token_level_loss", default=True)
+    made.set("loss.representation", {"layers": "none", "weight": 0.0})
+    made.set(
+        "loss.output",
+        {"kind": "sampled_token", "weight": 1.0, "aggregation": "token_mean" if tokens else "sequence_mean"},
+    )
+    _loss_temperature(recipe, made)
+    if recipe.flag("grpo.async_grpo.enabled"):
+        made.set("rollout.max_lag", recipe.count("grpo.async_grpo.max_trajectory_age_steps", 1))
+        if recipe.flag("grpo.async_grpo.in_flight_weight_updates"):
+            made.note(
+                "grpo.async_grpo.in_flight_weight_updates=true: here a response is sampled from one student; with "
+                "rollout.mode=segments or stream, long ones go on over updates"
+            )
+    _correction(recipe, made)
+
+
+def _correction(recipe: Recipe, made: Translated) -> None:
+    """How the ratio of the trainer's to the engine's probability weighs a token."""
+    key = "loss_fn.truncated_importance_sampling"
+    used, lag = recipe.flag("loss_fn.use_importance_sampling_correction"), made.get("rollout.max_lag", 0)
+    if made.get("rollout.engine") != "vllm":
+        return
+    kind = recipe.text(f"{key}_type")
+    low, high = recipe.not_negative(f"{key}_ratio_min", 0.0), recipe.not_negative(f"{key}_ratio")
+    if used and kind in ("tis", "icepop") and high is not None:
+        made.set("rollout.correction", "truncate" if kind == "tis" else "mask")
+        made.set("rollout.correction_range", [low, high])
+    elif used or lag:
+        made.set("rollout.correction", "truncate")
+        bounds = RolloutConfig().correction_range
+        made.note(
+            f"loss_fn.use_importance_sampling_correction={str(used).lower()}, {key}_type={kind}, {key}_ratio={high}: "
+            f"ratios of single tokens are moved into rollout.correction_range={[*bounds]}; rollout.correction=mask "
+            "leaves out the tokens outside"
+        )
+
+
 def _data(recipe: Recipe, made: Translated) -> None:
-    for split in ("train", "validation"):
+    in_gym = recipe.flag("env.should_use_nemo_gym")
+    if in_gym and recipe.has("data.validation"):
+        recipe.get("data.validation")
+        made.note(
+            "data.validation: NeMo Gym's verifiers grade it, which have no counterpart; name a file of problems with "
+            "answers in data.validation and set evaluation.every (docs/evaluation.md)"
+        )
+    for split in ("train",) if in_gym else ("train", "validation"):
         key = f"data.{split}"
         prefix = f"{key}.0" if isinstance(recipe.peek(key), list) else key
         if not isinstance(recipe.peek(prefix), dict):
@@ -318,33 +308,60 @@ def _data(recipe: Recipe, made: Translated) -> None:
     if recipe.names("data.shuffle") and not recipe.flag("data.shuffle"):
         made.note("data.shuffle=false: the order of prompts is a permutation that the seed determines")
     made.take(recipe, _TOKENIZER)
+    _template(recipe, made)
     if recipe.peek("policy.tokenizer.name") == recipe.peek("policy.model_name"):
         recipe.get("policy.tokenizer.name")
 
 
+def _template(recipe: Recipe, made: Translated) -> None:
+    """A template that is the model's own, and the variables with which NeMo Gym's servers write prompts."""
+    template, model = made.get("data.chat_template"), recipe.peek("policy.model_name")
+    if template is not None and model is not None and template.startswith(f"{model}/"):
+        made.set("data.chat_template", f"{made.get('student.hf_path')}{template.removeprefix(model)}")
+    servers = recipe.peek("env.nemo_gym")
+    for name in servers if isinstance(servers, dict) else ():
+        group = f"env.nemo_gym.{name}.responses_api_models.vllm_model"
+        given: dict[str, Any] = {}
+        for key in ("chat_template_kwargs", "extra_body.chat_template_kwargs"):
+            if recipe.has(f"{group}.{key}") and str(name).startswith("policy_model"):
+                value = recipe.get(f"{group}.{key}")
+                if not isinstance(value, dict):
+                    raise wrong(f"{group}.{key}", value, "variables of a chat template")
+                given |= value
+        if name == "policy_model" and given:
+            made.set("data.chat_template_args", (made.get("data.chat_template_args") or {}) | given)
+        elif given:
+            made.note(
+                f"env.nemo_gym.{name} has chat_template_kwargs={given}: data.chat_template_args holds for all of the "
+                "student's prompts; give the rows of this server's agents a run of their own, or let their teacher "
+                "alone read them so, by chat_template_args of its entry in teachers"
+            )
+
+
 def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
     """Validation of a set; here the first and the last step are always evaluated, or none is."""
-    repeat, limit = recipe.count(f"{prefix}.repeat"), recipe.count("distillation.max_val_samples")
+    repeat, limit = recipe.count(f"{prefix}.repeat"), recipe.count(f"{recipe.algorithm}.max_val_samples")
     made.set("evaluation.samples", repeat)
     made.set("evaluation.limit", limit)
     if limit and repeat and repeat > 1:
         made.note(
-            f"distillation.max_val_samples={limit}: counts every one of the {repeat} samples of a problem; "
+            f"{recipe.algorithm}.max_val_samples={limit}: counts every one of the {repeat} samples of a problem; "
             "evaluation.limit counts problems"
         )
     for name in ("temperature", "top_p", "max_new_tokens"):
         made.set(f"evaluation.{name}", made.get(f"rollout.{name}"))
-    period = max(0, recipe.number("distillation.val_period", 0, whole=True))
-    first, last = (recipe.flag(f"distillation.val_at_{name}") for name in ("start", "end"))
+    key = f"{recipe.algorithm}.val_period"
+    period = max(0, recipe.number(key, 0, whole=True))
+    first, last = (recipe.flag(f"{recipe.algorithm}.val_at_{name}") for name in ("start", "end"))
     steps = made.get("train.steps", TrainConfig().steps)
     # without a period, a period of the whole run leaves the first and the last step
     every = period or (steps if first or last else 0)
     made.set("evaluation.every", every)
     if not every:
-        made.note("distillation.val_period=0, val_at_start=false, val_at_end=false: evaluation.every=0, no evaluation")
+        made.note(f"{key}=0, val_at_start=false, val_at_end=false: evaluation.every=0, no evaluation")
     elif not (first and last):
         made.note(
-            f"distillation.val_period={period}, val_at_start={str(first).lower()}, val_at_end={str(last).lower()}: "
+            f"{key}={period}, val_at_start={str(first).lower()}, val_at_end={str(last).lower()}: "
             f"evaluation.every={every} also evaluates before the first and after the last step"
         )
 
@@ -385,22 +402,14 @@ def _kept_checkpoints(recipe: Recipe, made: Translated) -> None:
     )
 
 
-def ranks(values: dict[str, Any]) -> int:
-    """The GPUs of the recipe's cluster. Raises ValueError for numbers that are none."""
-    return _gpus(Recipe(values), "cluster")
-
-
-def _gpus(recipe: Recipe, group: str) -> int:
-    return _one_or_more(recipe, f"{group}.gpus_per_node") * _one_or_more(recipe, f"{group}.num_nodes")
-
-
 def _left_over(recipe: Recipe, made: Translated) -> None:
     """One note per group of keys that nothing was made of, and then per unknown key."""
+    reasons = _WITHOUT_COUNTERPART | (_OF_MOPD if recipe.algorithm == "grpo" else {})
     groups: dict[str, list[str]] = {}
     unknown: list[str] = []
     for key, value in recipe.unread().items():
         shown = "(not shown)" if SECRET_KEY.search(key) else value
-        prefixes = [prefix for prefix in _WITHOUT_COUNTERPART if f"{key}.".startswith(f"{prefix}.")]
+        prefixes = [prefix for prefix in reasons if f"{key}.".startswith(f"{prefix}.")]
         if prefixes:
             prefix = max(prefixes, key=len)
             groups.setdefault(prefix, []).append(f"{key.removeprefix(prefix).lstrip('.')}={shown}".lstrip("="))
@@ -409,6 +418,6 @@ def _left_over(recipe: Recipe, made: Translated) -> None:
             unknown.append(f"{key}={shown}: {reason}")
     for prefix, items in groups.items():
         listed = ", ".join(items) if len(items) <= _SHOWN else f"{len(items)} keys"
-        made.note(f"{prefix} ({listed}): {_WITHOUT_COUNTERPART[prefix]}")
+        made.note(f"{prefix} ({listed}): {reasons[prefix]}")
     for line in unknown:
         made.note(line)

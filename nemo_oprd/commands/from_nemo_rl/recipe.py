@@ -19,11 +19,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from nemo_oprd.config.yaml_files import checked_text
 from nemo_oprd.runtime.files import why_no_file
 
 # longer values are cut off in messages
 _LONGEST = 80
-_RESOLVERS: dict[str, Callable[..., Any]] = {"mul": operator.mul, "div": operator.truediv, "max": max}
+_RESOLVERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
 
 
 def load_recipe(path: str | Path) -> dict[str, Any]:
@@ -38,10 +44,11 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
             OmegaConf.register_new_resolver(name, function)
     try:
         plain = OmegaConf.to_container(_inherited(Path(path), ()), resolve=True)
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: {' '.join(str(error).split())}; expected a recipe of NeMo-RL: correct the file"
-        ) from error
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, RecursionError) as error:
+        too_deep = isinstance(error, RecursionError)
+        what = "groups or lists inside each other without end" if too_deep else " ".join(str(error).split())
+        fix = "set that variable" if "Environment variable" in what else "correct the file"
+        raise ValueError(f"{path}: {what}; expected a recipe of NeMo-RL: {fix}") from error
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
 
@@ -55,6 +62,7 @@ def _inherited(path: Path, above: tuple[Path, ...]) -> Any:
     if not file.is_file():
         named = f", which {above[-1]} names in its defaults" if above else ""
         raise ValueError(f"{path}: {why_no_file(file, '.yaml')}{named}; expected a recipe of NeMo-RL: correct the path")
+    checked_text(file)
     own = OmegaConf.load(file)
     if not isinstance(own, DictConfig):
         raise ValueError(f"{path}: holds a {type(own).__name__}; expected a mapping of keys: name a recipe of NeMo-RL")
@@ -135,6 +143,8 @@ class Recipe:
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
         self._read: set[str] = set()
+        # the group with the settings of the loop: `distillation`, or `grpo` for multi-teacher distillation
+        self.algorithm = "distillation"
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` where there is none or null. Marks the key, and all below it, as read."""

@@ -2,7 +2,7 @@
 
 A target is the output of `evaluate`, a run with `evaluations/`, or a file of generations. What the grades depend on
 besides the responses is taken, in this order, from the command line, from the lines of the generations, and from the
-table of data sources (`evaluation/grading/graders.py`).
+table of data sources or the form of the answers (`evaluation/grading/graders.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nemo_oprd.evaluation.intervals import CI
 from nemo_oprd.evaluation.responses import FIX, Response, read_responses
 from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
 from nemo_oprd.runtime.disk import check_output
-from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.files import kind_of, write_atomically
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 
@@ -79,11 +79,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An evaluation with the responses of its sets and the choice of their graders."""
+    """An evaluation with the responses of its sets, the choice of their graders, and what is to be said of it."""
 
     of: Evaluation
     sets: dict[str, list[Response]]
     choice: GraderChoice
+    notes: list[str]
 
     def side(self, name: str) -> Side:
         """A set as `check_comparable` takes it."""
@@ -147,6 +148,8 @@ def grade(options: GradeOptions) -> None:
                 "correct the name"
             )
     loaded = [_load(each, options) for each in every]
+    for line in dict.fromkeys(line for each in loaded for line in each.notes):
+        logger.info(line)
     for mine in loaded[: len(evaluations)] if other else ():
         for name in mine.sets.keys() & loaded[-1].sets.keys():
             check_comparable(name, mine.side(name), loaded[-1].side(name))
@@ -156,8 +159,11 @@ def grade(options: GradeOptions) -> None:
         for directory in {each.directory.resolve(): None for each in every}:
             stack.callback(RunLock(directory).undo)
         graded, rows = _grade(loaded)
-        print(table(rows), flush=True)
-        print(details(rows), flush=True)
+        labels = [*rows]
+        # the evaluation that the others are compared with stands before them
+        shown = {each: rows[each] for each in labels[len(evaluations) :] + labels[: len(evaluations)]}
+        print(table(shown), flush=True)
+        print(details(shown), flush=True)
         _compare(evaluations, list(zip(rows, graded, strict=True)), len(other))
 
 
@@ -206,7 +212,8 @@ def find(target: Path) -> list[Evaluation]:
         return [Evaluation(_label(directory), directory, {target.stem: target})]
     directory = target.parent if target.name == GENERATIONS else target
     if not directory.is_dir():
-        raise ValueError(f"{target}: there is no such file or directory, expected responses to grade; {FIX}")
+        what = f"is {kind_of(target)}" if kind_of(target) else "there is no such file or directory"
+        raise ValueError(f"{target}: {what}, expected responses to grade; {FIX}")
     files = {file.stem: file for file in sorted((directory / GENERATIONS).glob("[!.]*.jsonl"))}
     inner = sorted((directory / EVALUATIONS).glob("*"))
     found = [each for path in inner if any((path / GENERATIONS).glob("[!.]*.jsonl")) for each in find(path)]
@@ -247,12 +254,13 @@ def _load(each: Evaluation, options: GradeOptions) -> Loaded:
             graders[name] = named
         sets[name] = responses
     own = {name: grader for name, grader in graders.items() if name in each.files or not name}
-    choice = GraderChoice(own, options.judge, key="--grader {}")
+    choice, notes = GraderChoice(own, options.judge, key="--grader {}"), list[str]()
     for name, responses in sets.items():
+        notes += choice.read(name, ((response.data_source, response.answer) for response in responses))
         # everything is checked before anything is written
         samples_per_problem(name, responses)
         check_answers(name, responses, [choice.of(name, response.data_source) for response in responses])
-    return Loaded(each, sets, choice)
+    return Loaded(each, sets, choice, notes)
 
 
 def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list[GradedSet]]], others: int) -> None:
@@ -270,7 +278,7 @@ def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list
         except ValueError as error:  # of a run, which may have begun with other problems or graders
             logger.info(f"no comparison of {label} with {against}: {error}")
             continue
-        print(differences(found, label, against), flush=True)
+        print(differences(found, against, label), flush=True)
         flat = {
             f"val/{name}/{metric}{suffix}": value
             for name, metrics in found.items()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from nemo_oprd.commands.options import add_config, config_of, json_file, positive
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.commands.plan.alternatives import alternatives
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
 from nemo_oprd.commands.plan.gpus import GPUS, Cluster, Layers
 from nemo_oprd.commands.plan.report import as_json, lines
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains
+from nemo_oprd.setup.named_files import check_models
 from nemo_oprd.setup.resolve import resolve
 
 
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
-    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
+    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, or 256")
     parser.add_argument(
         "--response-tokens",
         type=positive,
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     file = json_file(options, r'\{\s*"ranks":')
     config = config_of(options)
     check_trains(config)
+    check_models(config, origin(options))
     run_spec = resolve(config, options.ranks)
     layers: Layers = "transformer_engine" if config.precision == "bf16" else "local"
     cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu
+from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, Gpu, in_bytes
 from nemo_oprd.commands.plan.memory import (
     Memory,
     buffers,
@@ -32,6 +32,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.rollout.engine_kinds import ENGINES
 from nemo_oprd.setup.checks import check_layouts, reader_layout
 from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks
+from nemo_oprd.setup.positions import TooFewPositions, too_few_positions
 from nemo_oprd.setup.resolve import RunModels, RunSpec
 
 
@@ -63,7 +64,9 @@ class Estimate:
         seconds: phase -> seconds of a step.
         bubbles: role -> the share of its pipeline's time in which a rank waits.
         servers: those of teachers that vLLM servers compute.
+        longest: tokens of the longest response.
         idle: the ranks without a response; None: there are none.
+        positions: models whose positions end before the longest sequences.
         problems: what does not fit, one line each.
     """
 
@@ -81,7 +84,9 @@ class Estimate:
     seconds: dict[str, float]
     bubbles: dict[str, float]
     servers: tuple[Servers, ...]
+    longest: int
     idle: IdleRanks | None
+    positions: tuple[TooFewPositions, ...]
     problems: tuple[str, ...]
 
     @property
@@ -96,16 +101,16 @@ class Estimate:
         if not config.rollout.max_lag or sampling is None or sampling.groups.placement == "colocated":
             return 0.0
         update = self.seconds["update"] / config.train.updates_per_rollout  # until the weights first change
-        hidden = self.seconds["sampling"] * (1 - _awaited(config))
+        hidden = self.seconds["sampling"] * (1 - _awaited(config, self.longest))
         return min(hidden, self.seconds["teacher"] + self.seconds["targets"] + update)
 
 
-def _awaited(config: Config) -> float:
+def _awaited(config: Config, limit: int) -> float:
     """The share of a step's sampling that is from its own student: the last segment of its longest responses.
 
-    With mode stream servers sample on while the step computes, whatever it has waited for.
+    `limit`: their tokens. With mode stream servers sample on while the step computes, whatever it has waited for.
     """
-    rollout, (_, limit) = config.rollout, config.response_limit
+    rollout = config.rollout
     if rollout.mode != "segments" or -(-limit // rollout.tokens_per_segment) <= rollout.max_lag:
         return 0.0
     return 1 - rollout.max_lag * rollout.tokens_per_segment / limit
@@ -168,7 +173,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     if config.rollout.replay is None:
         demand = Demand(work.responses, work.response, mean.response, config.response_limit[0])
         rollout = sample(work, demand, student.size, gpu, left, goes_on=True)
-    evaluation, known = _evaluation(config, lengths, student.size)
+    evaluation, known = _evaluation(work, lengths, student.size)
     tested = None if evaluation is None else sample(work, evaluation, student.size, gpu, left)
     kinds = sorted((_with_sampling(kind, rollout, tested) for kind in kinds), key=lambda kind: -kind.memory.peak)
     servers = teacher_servers(work, mean, student, gpu)
@@ -177,11 +182,12 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     if rollout is not None:
         seconds = {"sampling": rollout.seconds, **seconds}
     problems = [
-        f"{kind.name}: {kind.memory.peak / 1e9:.1f} GB in phase '{kind.memory.fullest}', but {usable / 1e9:.1f} GB of "
-        f"a {gpu.name} can be used ({ASSUMED.reserve / 1e9:.1f} GB are for CUDA and NCCL)"
+        f"{kind.name}: {in_bytes(kind.memory.peak)} in phase '{kind.memory.fullest}', but {in_bytes(usable)} of "
+        f"a {gpu.name} can be used ({in_bytes(ASSUMED.reserve)} are for CUDA and NCCL)"
         for kind in kinds
         if kind.memory.peak > usable
     ]
+    teachers = {number: each.spec for number, each in enumerate(work.teachers)}
     problems += [each.problem for each in servers if each.problem is not None]
     problems += [each.problem for each in (rollout, tested) if each is not None and each.problem is not None]
     return Estimate(
@@ -199,7 +205,9 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
         seconds,
         {"student": bubble(student, mean.on(student).resident), "teacher": bubble(teacher, mean.on(teacher).count)},
         servers,
+        work.response,
         idle_ranks(config, student, teacher),
+        tuple(too_few_positions(config, work.student, teachers, lengths.prompt)),
         tuple(problems),
     )
 
@@ -284,16 +292,17 @@ def _with_sampling(kind: RankKind, rollout: Sampling | None, evaluation: Samplin
     return replace(kind, memory=Memory(kind.memory.always, phases | kind.memory.phases))
 
 
-def _evaluation(config: Config, lengths: Lengths, ranks: int) -> tuple[Demand | None, bool]:
+def _evaluation(work: Workload, lengths: Lengths, ranks: int) -> tuple[Demand | None, bool]:
     """(One evaluation, or None without one; whether the number of its problems is known)."""
+    config, room = work.config, work.student.max_positions - work.prompt
     sets, problems = len(config.data.sets), lengths.problems
     if not config.evaluation.every or not sets:
         return None, False
     if problems is None and config.evaluation.limit is not None:
         problems = config.evaluation.limit * sets
-    longest = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    longest = min(config.evaluation.max_new_tokens or config.rollout.max_new_tokens, room)
     # in proportion to whole responses of training
-    limit = config.rollout.max_new_tokens
+    limit = min(config.rollout.max_new_tokens, room)
     average = max(1, round(longest * min(lengths.response or limit, limit) / limit))
     responses = ranks * config.rollout.max_batch if problems is None else problems * config.evaluation.samples
     return Demand(responses, longest, average, "evaluation.max_new_tokens"), problems is not None

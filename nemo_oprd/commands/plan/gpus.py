@@ -75,3 +75,22 @@ class Assumptions:
 
 
 ASSUMED = Assumptions()
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def unit(size: float) -> tuple[float, str]:
+    """(Bytes, name) of the unit in which a number of bytes is read best."""
+    return next((each for each in _UNITS if size >= each[0]), (1.0, "B"))
+
+
+def in_bytes(size: float, digits: int = 1) -> str:
+    """A number of bytes in its unit. Example: "12.3 MB"."""
+    scale, name = unit(size)
+    return f"{size / scale:.{digits if scale > 1 else 0}f} {name}"
+
+
+def count(number: float) -> str:
+    """A number of parameters. Example: "1.54 B"."""
+    scale, name = next((each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= 0.1 * each[0]), (1.0, ""))
+    return f"{number / scale:.{2 if scale > 1 else 0}f} {name}".strip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nemo_oprd.commands.plan.attention_kinds import all_attention_flops
-from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
+from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu, in_bytes
 from nemo_oprd.commands.plan.memory import forward_bytes
 from nemo_oprd.commands.plan.operations import layers_flops
 from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
@@ -121,8 +121,8 @@ def _in_process(
     problem = None
     if sum(parts.values()) > left:
         problem = (
-            f"{sum(parts.values()) / 1e9:.1f} GB of {' and '.join(parts)} for {batch} response(s) of {length:,} tokens "
-            f"do not fit into the {max(left, 0) / 1e9:.1f} GB that are left: lower {demand.key}, "
+            f"{in_bytes(sum(parts.values()))} of {' and '.join(parts)} for {batch} response(s) of {length:,} tokens "
+            f"do not fit into the {in_bytes(max(left, 0))} that are left: lower {demand.key}, "
             f"rollout.max_cache_tokens ({budget}) or rollout.max_batch ({rollout.max_batch}), or raise rollout.tensor"
         )
     return batch, parts, problem
@@ -153,8 +153,8 @@ def _with_servers(
     if room < length * per_token + fixed:
         cached = int(max(0.0, room - fixed) / per_token)
         problem = (
-            f"a server's {share / 1e9:.1f} GB ({kind.key}.gpu_memory_utilization={groups.memory}) hold "
-            f"{weights / 1e9:.1f} GB of weights and {cached:,} cached tokens, but one response has {length:,}: "
+            f"a server's {in_bytes(share)} ({kind.key}.gpu_memory_utilization={groups.memory}) hold "
+            f"{in_bytes(weights)} of weights and {cached:,} cached tokens, but one response has {length:,}: "
             f"raise it, or {kind.key}.tensor"
         )
     return batch, {f"{kind.label} server": share} if groups.placement == "colocated" else {}, problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu
+from nemo_oprd.commands.plan.gpus import ASSUMED, Gpu, in_bytes
 from nemo_oprd.commands.plan.workload import TeacherWork, Workload
 from nemo_oprd.config.schema import Config
 from nemo_oprd.layout import Layout
@@ -55,9 +55,9 @@ class Servers:
         if needed <= self.memory:
             return None
         return (
-            f"a server of the teacher {self.name} has {self.memory / 1e9:.1f} GB of each GPU, but needs "
-            f"{needed / 1e9:.1f}: {self.weights / 1e9:.1f} GB of weights, {self.cache / 1e9:.1f} GB of cache for a "
-            f"sequence of {self.longest:,} tokens, and {ASSUMED.reserve / 1e9:.1f} GB for CUDA: raise {KEY}.tensor or "
+            f"a server of the teacher {self.name} has {in_bytes(self.memory)} of each GPU, but needs "
+            f"{in_bytes(needed)}: {in_bytes(self.weights)} of weights, {in_bytes(self.cache)} of cache for a "
+            f"sequence of {self.longest:,} tokens, and {in_bytes(ASSUMED.reserve)} for CUDA: raise {KEY}.tensor or "
             f"{KEY}.gpu_memory_utilization, or set {KEY}.placement=dedicated"
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 from nemo_oprd.commands.plan.parameters import expert_parameters, model_parameters
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
 from nemo_oprd.models.quantization import MXFP4, NUMBERS_OF_A_BYTE, Quantization, known_quantization
+from nemo_oprd.models.weight_files import weight_files
 
 _EXPERTS = re.compile(r"\.experts\.")
 _LENGTH_BYTES = 8
@@ -103,7 +104,7 @@ def _number(text: Mapping[str, Any], names: tuple[str, ...], default: int) -> in
 def _tensors(directory: Path) -> dict[str, tuple[int, int]]:
     """Name -> (items, bytes) of every tensor in the weight files, from their headers alone."""
     found: dict[str, tuple[int, int]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory) if any(directory.glob("*.safetensors")) else ():
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "little")))
         header.pop("__metadata__", None)

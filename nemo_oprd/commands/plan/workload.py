@@ -12,6 +12,7 @@ from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.runtime.files import read_json
 from nemo_oprd.setup.idle_ranks import shares
+from nemo_oprd.setup.positions import longest_response, prompt_tokens
 from nemo_oprd.setup.resolve import ResolvedTeacher, RunModels
 
 
@@ -154,12 +155,15 @@ def make_workload(
     """The work of a step of `config`.
 
     Args:
-        prompt: tokens of a prompt; None: `data.max_prompt_tokens`, else 256.
-        response: tokens of a response; None: the most that the configuration allows.
+        prompt: tokens of a prompt; None: as `prompt_tokens` says.
+        response: tokens of a response; None: the most that the configuration and the student's positions allow.
+
+    Raises:
+        ValueError: the prompt leaves no room for a response.
     """
     student = models.student.spec
-    prompt = prompt or config.data.max_prompt_tokens or 256
-    limit = config.response_limit[1]
+    prompt = prompt_tokens(config, student, prompt)
+    limit = longest_response(config, student, prompt)
     response = min(response or limit, limit)
     loss, output = config.loss.representation, config.loss.output
     layers = tuple(sorted(models.layer_weights))

@@ -14,15 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.options import add_config, config_of, json_file, positive
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.commands.plan.estimate import Estimate, Lengths, RankKind, estimate
-from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster
+from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster, in_bytes
 from nemo_oprd.commands.rehearse import layers
 from nemo_oprd.commands.rehearse.agreement import disagreements
 from nemo_oprd.commands.rehearse.known_waits import unknown_waits
 from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains
+from nemo_oprd.setup.named_files import check_models
+from nemo_oprd.setup.positions import longest_response, prompt_tokens, too_few_positions
 from nemo_oprd.setup.resolve import RunSpec, resolve
 
 # a larger difference between what was measured and what `plan` says is reported
@@ -72,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
-    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, else 256")
-    parser.add_argument("--response-tokens", type=positive, metavar="N", help="default: rollout.max_new_tokens")
+    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, or 256")
+    parser.add_argument("--response-tokens", type=positive, metavar="N", help="default: the longest that there can be")
     text = "whose layers: Megatron's local ones, or Transformer Engine's (default: %(default)s)"
     parser.add_argument("--layers", choices=layers.CHOICES, default="local", help=text)
     parser.add_argument(
@@ -110,9 +112,14 @@ def run(options: argparse.Namespace) -> int:
             "teacher.placement=dedicated for the student's part"
         )
     layers.make_bridge_importable(options.layers, config)
+    check_models(config, origin(options))
     run_spec = resolve(config, options.ranks)
-    prompt = options.prompt_tokens or config.data.max_prompt_tokens or 256
-    response = min(options.response_tokens or config.rollout.max_new_tokens, config.rollout.max_new_tokens)
+    student, teachers = run_spec.models.student.spec, dict(enumerate(run_spec.models.teacher_specs))
+    prompt = prompt_tokens(config, student, options.prompt_tokens)
+    response = min(options.response_tokens or config.rollout.max_new_tokens, longest_response(config, student, prompt))
+    short = [*too_few_positions(config, student, teachers, options.prompt_tokens)]
+    for each in short:
+        print(f"{each.line} (rehearsed: prompts of {prompt:,} and responses of {response:,} tokens)", flush=True)
     cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, layers.NAMES[options.layers])
     # the plan of memory is that of the longest responses
     planned = estimate(_shortened(run_spec, response), cluster, Lengths(prompt, response))
@@ -137,6 +144,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {line}")
     if file is not None:
         content = {"ranks": reports, "disagreements": between, "stack": stack}
+        content["findings"] = [each.as_json() for each in short]
         write_atomically(file, json.dumps(content, indent=1) + "\n")
     return 1 if problems else 0
 
@@ -295,14 +303,14 @@ def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
     yield f"rank {one['rank']} ({one['role']}), {one['seconds']:.0f} s:", False
     for name, phase in one["phases"].items():
         measured, said = phase["measured_bytes"], phase["planned_bytes"]
-        text = f"  {name:<16} {measured / 1e9:8.3f} GB"
+        text = f"  {name:<16} {in_bytes(measured, 3):>11}"
         if said:
-            text += f"   plan {said / 1e9:8.3f} GB ({measured / said - 1:+.1%})"
+            text += f"   plan {in_bytes(said, 3):>11} ({measured / said - 1:+.1%})"
         yield f"{text}   {phase['kernels']} kernels{_around(one, name)}", False
         if measured > usable:
-            yield f"error: {name} holds {measured / 1e9:.1f} GB, but {usable / 1e9:.1f} GB can be used", True
+            yield f"error: {name} holds {in_bytes(measured)}, but {in_bytes(usable)} can be used", True
         if said and abs(measured / said - 1) > TOLERANCE:
-            held = ", ".join(f"{size / 1e9:.3f} GB at {line}" for line, size in phase["lines_at_peak"].items())
+            held = ", ".join(f"{in_bytes(size, 3)} at {line}" for line, size in phase["lines_at_peak"].items())
             text = f"finding: {name} holds {measured / said - 1:+.1%} of what plan says; expected {TOLERANCE:.0%}"
             yield f"{text}; most is allocated here: {held}", False
     own = [wait for wait in one["waits"] if not wait["below"] and wait["file"].startswith("nemo_oprd/")]
@@ -324,9 +332,9 @@ def _around(one: dict[str, Any], name: str) -> str:
         (phase["waits"], f"the host waits {phase['waits']} times"),
         (
             sent,
-            f"{sum(each['count'] for each in sent)} collectives of {sum(each['bytes'] for each in sent) / 1e9:.3f} GB",
+            f"{sum(each['count'] for each in sent)} collectives of {in_bytes(sum(each['bytes'] for each in sent), 3)}",
         ),
-        (phase["host_bytes"], f"{phase['host_bytes'] / 1e9:.3f} GB in host memory"),
-        *((True, f"{size / 1e9:.3f} GB: {where}") for where, size in phase["leaves"].items()),
+        (phase["host_bytes"], f"{in_bytes(phase['host_bytes'], 3)} in host memory"),
+        *((True, f"{in_bytes(size, 3)}: {where}") for where, size in phase["leaves"].items()),
     ]
     return "".join(f", {text}" for is_there, text in found if is_there)

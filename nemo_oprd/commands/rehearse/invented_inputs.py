@@ -19,7 +19,7 @@ def longest_responses(config: Config, prompt: int, response: int) -> list[Rollou
     """
     ids, logprobs = np.ones(prompt + response, np.int32), np.full(response, -1.0, np.float32)
     one = Rollout(ids[:prompt], ids[prompt:], finish_reason="length", logprobs=logprobs)
-    if config.teacher.reads == "text" or config.teacher.prompt is not None:
+    if config.teacher.reads == "text" or config.own_prompts:
         index = np.arange(response, dtype=np.int32)
         one = replace(one, teacher_prompt_ids=ids[:prompt], teacher_response_ids=ids[prompt:], teacher_index=index)
     count = config.train.prompts_per_step * config.rollout.per_prompt

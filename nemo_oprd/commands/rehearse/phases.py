@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.engine_records import RECORDS
+from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation import sampling_check
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.models.weights import hf
@@ -63,7 +64,7 @@ def in_process_engine(recorder: Recorder, run: RunSpec, files: Any) -> RolloutEn
         return None
     with recorder.phase("build engine"):
         # no response ends here, so no id ends one
-        return make_engine(run.config, files.spec, files.directory, run.student_layout, (), run.models.vocab_limit)
+        return make_engine(run.config, files.spec, files.directory, run.student_layout, (), files.sampled_ids)
 
 
 def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: int, response: int) -> None:
@@ -98,11 +99,13 @@ def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: in
         engine.generate(requests, sampling, should_cancel)
 
 
-def check_sampling(recorder: Recorder, run: RunSpec, student: Student, rollouts: list[Rollout], step: int) -> None:
+def check_sampling(
+    recorder: Recorder, config: Config, files: Any, student: Student, rollouts: list[Rollout], step: int
+) -> None:
     """What `train.py` does with the log-probabilities of an engine that records them, but for the comparison."""
-    if RECORDS[run.config.rollout.engine].no_logprobs is None:
+    if RECORDS[config.rollout.engine].no_logprobs is None:
         with recorder.phase("sampling check"), mock.patch.object(sampling_check, "compare", return_value={}):
-            sampling_check.SamplingCheck(run.config, run.models.vocab_limit)(student, rollouts, step)
+            sampling_check.SamplingCheck(config, files.sampled_ids)(student, rollouts, step)
 
 
 def send_weights(

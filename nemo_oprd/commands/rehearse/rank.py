@@ -78,9 +78,16 @@ def failure_of(error: Exception) -> dict[str, Any]:
     here = str(Path(__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(PACKAGE))]
     own = [frame for frame in frames if not frame.filename.startswith(here)] or frames
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    said = f"{type(error).__name__}: {error}" if str(error).strip() else _without_message(error)
+    text = " ".join(said.split())[:400]
     file = str(Path(own[-1].filename).relative_to(PACKAGE.parent)) if own else "torch"
     return {"code": "failed", "file": file, "line": own[-1].lineno if own else 0, "text": text}
+
+
+def _without_message(error: Exception) -> str:
+    """An error that says nothing, with the line of code that raised it."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} without a message at {raised.filename}:{raised.lineno}: {raised.line}"
 
 
 def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
@@ -123,7 +130,7 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
             if engine is not None and "generation" in parts:
                 phases.generate(recorder, engine, run, prompt, response)
             if "check" in parts:
-                phases.check_sampling(recorder, run, student, rollouts, step)
+                phases.check_sampling(recorder, run.config, files, student, rollouts, step)
         with recorder.phase("step"):
             batch = distiller.batch(rollouts, distiller.objective_of(step))
             metrics, _ = accumulate_gradients(distiller, batch, recorder.phase)  # type: ignore[arg-type]
@@ -141,6 +148,7 @@ def unread_files(run: Any, fake: Any) -> Any:
     """The models' files, whose weights have shapes and no data."""
     import torch
 
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
     from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
     from nemo_oprd.setup.models import RunFiles
 
@@ -161,7 +169,11 @@ def unread_files(run: Any, fake: Any) -> Any:
 
     for model in (files.student, *files.teachers):
         model.__dict__["read"] = reader(model.spec)
-    files.same_tokenizer = lambda number: True  # type: ignore[method-assign,assignment]
+    sizes = [min(run.models.student.spec.vocab_size, spec.vocab_size) for spec in run.models.teacher_specs]
+    files.__dict__ |= {
+        "sampled_ids": TokenIds(run.models.vocab_limit),
+        "shared_ids": lambda number: TokenIds(sizes[number]),
+    }
     return files
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from nemo_oprd.runtime.files import read_json
 DIRECTORY = "compare"
 TEACHER = "teacher"
 SHOWN_RESPONSES = 8
+TERMINAL = 80  # characters of a line
+_CORNER = "s: student, t: teacher"
+_TITLES = {"on_teacher": "on the teacher's responses", "on_student": "on the student's own responses"}
 _SHARED = ("teacher", "prompts", "responses", "count", "dtype", "sampling")
 _FIX = "remove the directory and measure again"
 
@@ -44,7 +48,7 @@ class Comparison:
     """Measurements and responses of a directory.
 
     Attributes:
-        rows: (student's name, text of each of `COLUMNS`), by name.
+        rows: (student's name, text of each of `COLUMNS`), in the order of `_in_time`.
         responses: (prompt, [(model's name, response)]) of the first prompts, the teacher's response first.
     """
 
@@ -57,12 +61,25 @@ def cells(result: dict[str, Any]) -> list[str]:
     return [f"{result[column.source][column.key]:.4g}" for column in COLUMNS]
 
 
-def markdown_table(results: dict[str, dict[str, Any]]) -> str:
-    """Student's name -> measurements as a Markdown table; a heading says whose responses a column is measured on."""
-    headings = [f"{c.heading}, {'its own' if c.source == 'on_student' else 'teacher'}" for c in COLUMNS]
-    lines = ["| student | " + " | ".join(headings) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
-    lines += [f"| {name} | " + " | ".join(cells(result)) + " |" for name, result in results.items()]
-    return "\n".join(lines)
+def terminal_table(results: dict[str, dict[str, Any]]) -> str:
+    """Student's name -> measurements as a table with a column per student, which goes on below for many students."""
+    texts = {name: cells(result) for name, result in results.items()}
+    rows = [(_CORNER, [*texts])]
+    for source, columns in itertools.groupby(enumerate(COLUMNS), lambda each: each[1].source):
+        rows.append((_TITLES[source], [""] * len(texts)))
+        rows += [(f"  {column.heading}", [own[number] for own in texts.values()]) for number, column in columns]
+    first = max(len(heading) for heading, _ in rows)
+    widths = [max(map(len, (name, *own))) + 2 for name, own in texts.items()]
+    blocks, begin = list[str](), 0
+    while begin < len(widths):
+        room = itertools.accumulate(widths[begin:], initial=first)
+        end = begin + max(1, sum(total <= TERMINAL for total in room) - 1)
+        lines = (
+            f"{heading:<{first}}" + "".join(map(str.rjust, own[begin:end], widths[begin:end])) for heading, own in rows
+        )
+        blocks.append("\n".join(line.rstrip() for line in lines))
+        begin = end
+    return "\n\n".join(blocks)
 
 
 def read_comparison(directory: Path) -> Comparison | None:
@@ -71,7 +88,7 @@ def read_comparison(directory: Path) -> Comparison | None:
     Raises:
         ValueError: a file is damaged.
     """
-    files = sorted(file for file in directory.glob("*.json") if file.stem != TEACHER)
+    files = sorted((file for file in directory.glob("*.json") if file.stem != TEACHER), key=_in_time)
     if not files:
         return None
     rows, texts = [], {TEACHER: _responses(directory / f"{TEACHER}.jsonl")}
@@ -91,6 +108,12 @@ def read_comparison(directory: Path) -> Comparison | None:
         for number, prompt in enumerate(first)
     ]
     return Comparison(rows, shown)
+
+
+def _in_time(file: Path) -> tuple[int, str]:
+    """Sorts names by the alphabet, with those of a student before training first, and those after it last."""
+    words = file.stem.lower().replace("_", "-").replace(".", "-").split("-")
+    return ("after" in words) - ("before" in words), file.stem
 
 
 def _responses(file: Path) -> list[tuple[str, str]]:

@@ -18,6 +18,8 @@ _FACTS: tuple[tuple[str, Callable[[Any], float], str, str], ...] = (
     ("Throughput, mean over steps", statistics.fmean, "perf/tokens_per_s", "tokens/s"),
 )
 
+_SMALL_GB = 0.1  # less is shown in MB
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -48,5 +50,7 @@ def _cost(index: int, run: Run) -> Cost:
     facts = []
     for name, reduce, metric, unit in _FACTS:
         if metric in run.metrics:
-            facts.append((name, f"{number(metric, reduce(run.metrics[metric].values()))} {unit}"))
+            value = reduce(run.metrics[metric].values())
+            value, unit = (1000 * value, "MB") if unit == "GB" and value < _SMALL_GB else (value, unit)
+            facts.append((name, f"{number(metric, value)} {unit}"))
     return Cost(run_key(index, run), duration(whole), parts, facts)

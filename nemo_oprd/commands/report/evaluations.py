@@ -158,8 +158,8 @@ def _cell(metric: str, gap: Difference | None) -> DifferenceCell | None:
     if gap.real:
         better = (gap.value > 0) != (metric in _LESS_IS_BETTER)
         real = "other" if metric == "avg_len" else ("better" if better else "worse")
-    bounds = f"[{signed(metric, gap.low)}, {signed(metric, gap.high)}]"
-    return signed(metric, gap.value), bounds, real
+    value, low, high = (signed(metric, each, gap) for each in (gap.value, gap.low, gap.high))
+    return value, f"[{low}, {high}]", real
 
 
 # --- subjects and levels ---------------------------------------------------------------------------------------------

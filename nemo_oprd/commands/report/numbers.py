@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from nemo_oprd.evaluation.intervals import Difference
+
 _SHARES = ("avg@", "best@", "pass@", "maj@")
 MINUS = "\N{MINUS SIGN}"
 SPACE = "\N{NO-BREAK SPACE}"
@@ -38,13 +40,10 @@ def interval(metric: str, bounds: tuple[float, float] | list[float] | None) -> s
     return f"[{low}, {high}]"
 
 
-def signed(metric: str, value: float) -> str:
-    """A difference: shares in percentage points. Example: "+12.5"."""
-    if metric.endswith("dist_4g"):
-        text = f"{value:+.3f}"
-    else:
-        text = f"{100 * value:+.1f}" if is_share(metric) else f"{value:+.2f}"
-    return text.replace("-", MINUS)
+def signed(metric: str, value: float, gap: Difference) -> str:
+    """A number of a difference: shares in percentage points, as many decimals as `gap` needs. Example: "+12.5"."""
+    scale, least = (1, 3) if metric.endswith("dist_4g") else (100, 1) if is_share(metric) else (1, 2)
+    return f"{scale * value:+.{gap.decimals(scale, least)}f}".replace("-", MINUS)
 
 
 def duration(seconds: float) -> str:
@@ -54,3 +53,16 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours:,} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def closed_gap(before: float, after: float, teacher: float) -> str:
+    """How much of the teacher's lead before training was made up, in percent."""
+    return f"{100 * (after - before) / (teacher - before):.0f}".replace("-", MINUS)
+
+
+def count(value: float) -> str:
+    """Three significant digits with a unit. Example: 1543714304 -> "1.54 B"."""
+    for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= 0.9995 * unit:
+            return f"{value / unit:.{max(0, 2 - int(math.log10(max(1, value / unit))))}f}{name}"
+    return f"{value:.0f}"

@@ -21,7 +21,7 @@ from nemo_oprd.commands.report.evaluations import groups, meanings, paired, read
 from nemo_oprd.commands.report.figures import COLORS, Panel, run_key, svg
 from nemo_oprd.commands.report.panels import panels
 from nemo_oprd.commands.report.responses import prompt_decoder, responses
-from nemo_oprd.commands.report.settings import changed_settings, differing_settings
+from nemo_oprd.commands.report.settings import all_settings, changed_settings, chosen_settings, differing_settings
 from nemo_oprd.commands.report.tables import first_and_last, validation_metrics, validation_rows
 from nemo_oprd.commands.report.tokens import HEAD, LEVELS, MEASURES, token_panel
 from nemo_oprd.commands.report.visible import in_attribute, in_text
@@ -98,6 +98,8 @@ def _render(runs: list[Run], timeline_steps: tuple[int, int] | None) -> str:
         ],
         costs=costs(runs),
         settings=differing_settings(runs),
+        chosen=chosen_settings(runs[0]) if len(runs) == 1 else [],
+        everything=all_settings(runs),
         changed=changed_settings(runs),
         samples=[each for run, own in zip(runs, kept, strict=True) for each in responses(own, prompt_decoder(run))],
         measures=MEASURES,

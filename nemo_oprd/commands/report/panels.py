@@ -301,11 +301,11 @@ def _bridge_ranks(runs: list[Run]) -> Panel:
 
 
 def _rank_curves(file: Path) -> dict[str, dict[int, float]]:
-    """ "bridge" and "before" -> rank -> cosine; {} without a file, or for a bridge that was not fitted here."""
+    """ "before" and "bridge" -> rank -> cosine; {} without a file, or for a bridge that was not fitted here."""
     try:
         layers = json.loads(file.read_bytes())["report"]["layers"].values()
         found: dict[str, dict[int, float]] = {}
-        for name in ("bridge", "before"):
+        for name in ("before", "bridge"):
             curves = [report["curves"][name]["cosine"] for report in layers if name in report["curves"]]
             if curves and len(curves) == len(layers):
                 ranks = sorted(set.intersection(*(set(map(int, curve)) for curve in curves)))

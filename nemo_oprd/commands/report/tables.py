@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nemo_oprd.commands.report.evaluations import Evaluation, RunEvaluations, undefined
 from nemo_oprd.commands.report.figures import Key, last, run_key
-from nemo_oprd.commands.report.numbers import number
+from nemo_oprd.commands.report.numbers import closed_gap, number
 from nemo_oprd.commands.report.panels import PHASES, validation_names
 from nemo_oprd.observability.run_reader import Run
 
@@ -91,14 +91,14 @@ def _before_after(run: Run, student: str, teacher: str, ends: tuple[int, int], k
     """
     series = run.metrics.get(student, {})
     first, final = (number(student, series[step]) if step in series else undefined(student) for step in ends)
-    before, after = ("" if each is None else each.interval(student) for each in (kept.first, kept.last))
+    intervals = ["" if each is None else each.interval(student) for each in (kept.first, kept.last)]
     if ends[0] == ends[1]:
-        return Cell(final, last_interval=after if final else "")
+        return Cell(final, last_interval=intervals[1] if final else "")
     closed = ""
     if "@" in student and teacher in run.metrics and set(ends) <= set(series):
-        lead = last(run, teacher) - series[ends[0]]
-        closed = f"{100 * (series[ends[1]] - series[ends[0]]) / lead:.0f}" if lead > 0 else ""
-    return Cell(final, first, closed, before if first else "", after if final else "")
+        before, after, reference = series[ends[0]], series[ends[1]], last(run, teacher)
+        closed = closed_gap(before, after, reference) if reference > before else ""
+    return Cell(final, first, closed, intervals[0] if first else "", intervals[1] if final else "")
 
 
 def first_and_last(runs: list[Run]) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -113,6 +113,7 @@ def token_panel(index: int, run: Run) -> TokenPanel | None:
         return None
     scales = [scale for measure in MEASURES if (scale := _scale(measure, records)) is not None]
     grading = GraderChoice({}, "text")
+    grading.read("", ((r.get("data_source"), r["answer"]) for r in records if isinstance(r.get("answer"), str)))
     worst = _largest(records)
     shown = [number for step in dict.fromkeys(r["step"] for r in records) for number in _of_step(records, step)]
     made = [_response(records[number], scales, grading, number in worst) for number in shown]

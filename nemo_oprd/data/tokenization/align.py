@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_oprd.data.conversation import Tool
 from nemo_oprd.data.tokenization.identity import Messages, fingerprint, teacher_eos_id, teacher_prompts
 from nemo_oprd.data.tokenization.matching import bytes_outside, equal_spans, map_ends
 from nemo_oprd.data.tokenization.token_bytes import ByteTable, byte_table, check_ids
@@ -108,6 +109,7 @@ def align_batch(
     messages: Sequence[Messages],
     student_ids: Sequence[Sequence[int] | np.ndarray],
     *,
+    tools: Sequence[Sequence[Tool]] | None = None,
     masks: Sequence[Sequence[int] | np.ndarray | None] | None = None,
     exact: bool = False,
     min_coverage: float = MIN_COVERAGE,
@@ -120,6 +122,7 @@ def align_batch(
 
     Args:
         messages: [B] conversations, for the teacher's chat template.
+        tools: [B] tools of each conversation; None: no conversation has any.
         student_ids: [B] sampled response ids, including the end-of-sequence id where the response stopped.
         masks: [B] lists of 0 or 1 for each response token; None stands for all 1.
         exact: keep only pairs of tokens that end on the same byte.
@@ -137,7 +140,7 @@ def align_batch(
         )
     checked = [_mask(mask, len(ids), at) for at, (mask, ids) in enumerate(zip(masks, student_ids, strict=True))]
     eos_id = teacher_eos_id(teacher)
-    prompts = teacher_prompts(teacher, messages)
+    prompts = teacher_prompts(teacher, messages, tools)
     if fingerprint(student) == fingerprint(teacher):
         return [
             Alignment(_ids(prompt), _ids(ids), np.where(mask, np.arange(len(ids)), -1), mask, int(mask.sum()))

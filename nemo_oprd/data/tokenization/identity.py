@@ -9,9 +9,10 @@ import json
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from nemo_oprd.data.conversation import Message, Tool
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer
 
-Messages = list[dict[str, str]]
+Messages = Sequence[Message]
 
 # Text that a template must not change: inner spaces, a line break, characters that HTML or JSON escapes, both cases.
 TEMPLATE_PROBE = "So x <  2 & \"y\" = 'z',\n\\frac{A}{b}: na\u00efve"
@@ -51,11 +52,18 @@ def teacher_eos_id(teacher: Tokenizer) -> int:
     return _EOS_IDS[teacher]
 
 
-def teacher_prompts(teacher: Tokenizer, messages: Sequence[Messages]) -> list[list[int]]:
-    """[B] prompts as token ids in the teacher's chat template. Equal conversations are encoded once, then copied."""
+def teacher_prompts(
+    teacher: Tokenizer, messages: Sequence[Messages], tools: Sequence[Sequence[Tool]] | None = None
+) -> list[list[int]]:
+    """[B] prompts as token ids in the teacher's chat template. Equal conversations are encoded once, then copied.
+
+    Args:
+        tools: [B] tools of each conversation; None: no conversation has any.
+    """
     known: dict[str, list[int]] = {}
-    keys = [json.dumps(conversation, sort_keys=True) for conversation in messages]
-    for key, conversation in zip(keys, messages, strict=True):
+    conversations = list(zip(messages, [()] * len(messages) if tools is None else tools, strict=True))
+    keys = [json.dumps(conversation) for conversation in conversations]  # templates may write keys in their order
+    for key, conversation in zip(keys, conversations, strict=True):
         if key not in known:
-            known[key] = teacher.encode_prompt(conversation)
+            known[key] = teacher.encode_prompt(*conversation)
     return [list(known[key]) for key in keys]

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from nemo_oprd.data.conversation import Message, Tool
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.models.text_tower import language_model_config
-from nemo_oprd.runtime.files import read_json
+from nemo_oprd.runtime.files import read_json, refuse_lfs_pointer
 
 # The files of which a tokenizer may consist, in all formats in use; generation_config.json holds the stop ids.
 TOKENIZER_FILES = (
@@ -29,6 +31,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
 
@@ -45,6 +49,7 @@ class Tokenizer:
 
     Attributes:
         path: the directory that it was loaded from.
+        system_prompt: the system message of every conversation, in place of its own; None: its own, if it has one.
         vocab_size: largest id + 1, including added tokens. A model's embedding may have more rows.
         eos_ids: the ids that end a response, in the order in which the model's file lists them.
         hf: the Hugging Face tokenizer, for code that reads its vocabulary or decoder.
@@ -52,6 +57,7 @@ class Tokenizer:
 
     def __init__(self, path: Path, hf_tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
         self.path, self.eos_ids, self.hf = path, eos_ids, hf_tokenizer
+        self.system_prompt: str | None = None
         self._variables: dict[str, Any] = {}
         self._vocab: dict[str, int] = hf_tokenizer.get_vocab()
         self.vocab_size = max(self._vocab.values()) + 1
@@ -73,6 +79,8 @@ class Tokenizer:
                 f"{path}: no tokenizer.json, tokenizer.model or vocab.json; "
                 "copy the tokenizer files of the model's source there"
             )
+        for file in (file for name in TOKENIZER_FILES for file in path.glob(name)):
+            refuse_lfs_pointer(file)
         from transformers import AutoTokenizer  # seconds to import
 
         _refuse_remote_code(path)
@@ -83,20 +91,33 @@ class Tokenizer:
                 f"{path}: the tokenizer can't be read ({' '.join(str(error).split())[:200]}); copy the tokenizer files "
                 "from the model's source again"
             ) from error
+        if not hf_tokenizer.chat_template:
+            hf_tokenizer.chat_template = _template_of_processor(path)
         return Tokenizer(path, hf_tokenizer, _eos_ids(path, hf_tokenizer.eos_token_id))
 
-    def set_chat_template(self, file: str | Path | None, variables: Mapping[str, Any]) -> None:
+    def set_chat_template(
+        self,
+        file: str | Path | None,
+        variables: Mapping[str, Any],
+        *,
+        system_prompt: str | None = None,
+        keys: str = "data",
+    ) -> None:
         """Replaces the chat template by the Jinja template in `file` (None: keeps it), and sets its variables.
 
         Example of variables: {"enable_thinking": False}. A template ignores those that it does not use.
 
+        Args:
+            keys: the group of the settings, for messages.
+
         Raises:
             ValueError: there is no such file, it holds no Jinja template, or a variable has a reserved name.
         """
+        self.system_prompt = system_prompt
         wrong = sorted(_NO_TEMPLATE_VARIABLES & variables.keys())
         if wrong:
             raise ValueError(
-                f"data.chat_template_args.{wrong[0]}={variables[wrong[0]]!r}: that is no variable of a template; "
+                f"{keys}.chat_template_args.{wrong[0]}={variables[wrong[0]]!r}: that is no variable of a template; "
                 "expected one that the template reads, such as enable_thinking: remove it"
             )
         self._variables = dict(variables)
@@ -109,35 +130,55 @@ class Tokenizer:
             jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation_marks(text))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"data.chat_template={file}: can't be read ({error}); expected a file with a Jinja template: correct "
+                f"{keys}.chat_template={file}: can't be read ({error}); expected a file with a Jinja template: correct "
                 "the path"
             ) from error
         except jinja2.TemplateError as error:
             raise ValueError(
-                f"data.chat_template={file}: not a Jinja template ({error}); expected one as in a model's "
+                f"{keys}.chat_template={file}: not a Jinja template ({error}); expected one as in a model's "
                 "chat_template.jinja: correct it"
             ) from error
         self.hf.chat_template = text
 
-    def encode_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """The ids of the conversation in the model's chat template, up to where the model's response begins.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template rejects the conversation.
         """
-        encoded = self._apply_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+        encoded = self._apply_template(messages, tools, tokenize=True, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = (), **variables: Any
+    ) -> str:
         """The conversation as text in the model's chat template.
 
         Args:
             add_generation_prompt: also write what precedes the model's next response.
+            variables: of the template, in place of those that are set.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template rejects the conversation.
         """
-        return str(self._apply_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+        return str(
+            self._apply_template(
+                messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        )
+
+    def reads_clock(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
+        """Whether the chat template writes the time into this conversation, for example "Today Date: 26 Nov 2026".
+
+        transformers gives templates a function `strftime_now`. A variable of that name that is a text takes its place,
+        so that a template which calls it fails.
+        """
+        self.render(messages, True, tools)
+        try:
+            self.render(messages, True, tools, strftime_now="no function")
+        except ValueError:
+            return True
+        return False
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, without added special tokens; special tokens in a text are read as ordinary characters.
@@ -149,7 +190,7 @@ class Tokenizer:
         encoded = self.hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
 
-    def _apply_template(self, messages: list[dict[str, str]], **kwargs: Any) -> Any:
+    def _apply_template(self, messages: Sequence[Message], tools: Sequence[Tool], **kwargs: Any) -> Any:
         if not self.hf.chat_template:
             raise ValueError(
                 f"{self.path}: the tokenizer has no chat template, expected one to format the conversation; add "
@@ -158,13 +199,23 @@ class Tokenizer:
             )
         import jinja2  # a dependency of transformers
 
+        told = [message for message in messages if self.system_prompt is None or message["role"] != "system"]
+        if self.system_prompt is not None:
+            told.insert(0, {"role": "system", "content": self.system_prompt})
+        roles = [message["role"] for message in told]
+        arguments = {**self._variables, "tools": list(tools) or None, "return_tensors": None, **kwargs}
         try:
-            return self.hf.apply_chat_template(messages, return_tensors=None, **self._variables, **kwargs)
+            return self.hf.apply_chat_template(told, **arguments)
         except jinja2.TemplateError as error:
             raise ValueError(
-                f"{self.path}: the chat template refuses the conversation with roles "
-                f"{[message['role'] for message in messages]} ({error}); expected one that it accepts: change the "
-                "roles, or the template"
+                f"{self.path}: the chat template refuses the conversation with roles {roles} "
+                f"({_first_line(error)}); expected one that it accepts: change the roles, or the template"
+            ) from error
+        except Exception as error:  # a template is a program: it may add texts to numbers, or include files
+            raise ValueError(
+                f"{self.path}: the chat template fails on the conversation with roles {roles} "
+                f"({type(error).__name__}: {_first_line(error)}); expected one that renders it: correct the template, "
+                "or what it reads of the row"
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -179,6 +230,23 @@ class Tokenizer:
             )
         )
 
+    def conversation(self) -> dict[str, Any]:
+        """How this tokenizer renders conversations, as plain values: the template's sha256, and what it gets."""
+        template = json.dumps(self.hf.chat_template, sort_keys=True)
+        return {
+            "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+            "chat_template_args": self._variables,
+            "system_prompt": self.system_prompt,
+        }
+
+    def ids(self, limit: int) -> TokenIds:
+        """The ids below `limit` that have a token; ValueError if there is none."""
+        return TokenIds.of(self._vocab.values(), limit)
+
+    def reads_ids_of(self, other: Tokenizer) -> bool:
+        """Whether every id with a token in the other tokenizer stands for the same token here; there may be more."""
+        return other._vocab.items() <= self._vocab.items()
+
     def fingerprint(self) -> str:
         """sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.
 
@@ -186,6 +254,15 @@ class Tokenizer:
         """
         pairs = json.dumps(sorted(self._vocab.items()), ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(pairs.encode("ascii")).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _template_of_processor(path: Path) -> Any:
+    """The chat template in chat_template.json, where the processors of older models have it; None without the file."""
+    return _read_json(path / "chat_template.json").get("chat_template")
 
 
 def _without_generation_marks(template: str) -> str:
@@ -206,8 +283,10 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     if not source.is_dir():
         raise ValueError(f"{source}: no such directory; expected the model directory whose tokenizer is to be copied")
     target.mkdir(parents=True, exist_ok=True)
-    names = sorted({file.name for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()})
+    found = (file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file())
+    names = sorted({str(file.relative_to(source)) for file in found})
     for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return names
 

@@ -3,6 +3,9 @@ r"""Finds the final answer in the text of a response; nothing here compares answ
 Text that is marked as reasoning is no answer: after `</think>` only what follows it is read, and after a `<think>` that
 is never closed nothing is. A response without such marks is read whole.
 
+Boxes side by side are one answer: `\boxed{1}, \boxed{2} and \boxed{3}` is `1, 2, 3`. Only commas, `and`, `or` and
+spaces may stand between them; a box in another sentence, or behind other words or operators, is an answer of its own.
+
 Every function takes time linear in the length of the text, because a degenerate response may open thousands of boxes.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from nemo_oprd.evaluation.grading import numerals
 from nemo_oprd.evaluation.grading.spelling import UNITS
@@ -35,6 +39,7 @@ _NUMBER_LINE = re.compile(
 # a line that begins with a number and holds LaTeX is no heading
 _FORMULA_LINE = re.compile(r"[-+$\\* \N{MINUS SIGN}]*" + _NUMBER_BEGINS + r"[^\n]*\\[A-Za-z]")
 _HASHED_LETTER = re.compile(r"(?<!#)####[ \t]*(?=[(\[*_$]*[A-Za-z][)\]*_$.]*\s*$)", re.MULTILINE)
+_HASHED_END = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*\S)\s*\Z")
 # a number as people write it: sign, thousands separators, decimals, a unit; not the digits inside a word or a number
 _NUMBER = re.compile(
     r"(?<![\w.,])[-+\N{MINUS SIGN}]?\s?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
@@ -57,6 +62,19 @@ _LETTER = re.compile(
     r"([\s(\[*_$]*+)(?:(?i:option|choice|letter)\b[\s:(\[*_$]*+)?"
     r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{[\s(*]*+)?([A-Za-z])(?![A-Za-z0-9'^+*/=-])"
 )
+# what may stand between two boxes of one answer, perhaps before the name of the second one (`y =`)
+_GAP_LENGTH = 120
+_NAME = r"[A-Za-z](?:_(?:\w|\{\w+\}))?\s*=\s*"
+_AND = (
+    r"[,;]|(?i:\b(?:and|or)\b)"
+    r"|\\(?:text|mbox|textrm|mathrm)\s*\{[\s,;]*(?:(?:[^{}.;:=]{0,40}\b)?(?i:and|or)\b)?[\s,;]*\}"
+)
+_BETWEEN_FORMULAS = r"\$|\\[()\[\]]|\*\*|\n"
+_GAP = re.compile(rf"((?:{_AND}|{_BETWEEN_FORMULAS}|[^\S\n]|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))*)(?:{_NAME})?")
+_JOINS, _SEPARATES = re.compile(r"(?<!\\)[,;]|(?i:\b(?:and|or)\b)"), re.compile(_BETWEEN_FORMULAS)
+_NAME_BEFORE = re.compile(rf"(?<![\w\\+*/^=<>)}}\]-])({_NAME})\Z")
+_OPENS_BEFORE = re.compile(r"(?<!\\)([(\[]|\\\{)\s*\Z")
+_CLOSES_BEHIND = re.compile(r"\s*(?:\\right(?![a-zA-Z])\s*)?([)\]]|\\\})")
 _ROUNDS = 20  # of removing what surrounds an answer; nobody wraps an answer more often
 _WRAPPED = tuple(
     re.compile(rf"{re.escape(opening)}((?:(?!{re.escape(closing)}).)+){re.escape(closing)}", re.DOTALL)
@@ -82,26 +100,69 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 def extract_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
 
-    Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off is ignored.
+    Boxes side by side are one list, with the brackets around them and, if all have one, the names before them. A box
+    that is written again counts once. Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off
+    is ignored.
 
-    Example: `extract_boxed(r"so \\boxed{\\frac{1}{2}}.") == r"\\frac{1}{2}"`.
+    Example: `extract_boxed(r"$x = \\boxed{1}$ and $y = \\boxed{2}$.") == "x = 1, y = 2"`.
     """
-    found = _last_box(text)
-    return None if found is None else text[found[0] : found[1]].strip()
+    boxes = _last_boxes(text)
+    return _content(text, boxes) if boxes else None
 
 
-def _last_box(text: str) -> tuple[int, int] | None:
-    """(Start, end) of the content of the last box."""
-    last: tuple[int, int] | None = None
-    open_braces: list[int | None] = []  # for each open brace, where a box's content starts; None if it is not a box
+class _Box(NamedTuple):
+    """A box: where its command begins, and where its content begins and ends."""
+
+    command: int
+    start: int
+    end: int
+
+
+def _last_boxes(text: str) -> list[_Box]:
+    """The last box, after those that stand side by side with it."""
+    last: _Box | None = None
+    closed: _Box | None = None  # the box that ends last so far
+    before: dict[int, _Box] = {}  # a box's command -> the box with which it stands side by side
+    open_braces: list[tuple[int, int] | None] = []  # (command, start) of each open box; None for another brace
     for token in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
         if token.group() == "}" and open_braces:
-            start = open_braces.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, token.start())
+            opened = open_braces.pop()
+            if opened is not None:
+                closed = _Box(*opened, token.start())
+                if last is None or closed.start > last.start:
+                    last = closed
         elif token.group().endswith("{") and token.group() != r"\{":
-            open_braces.append(token.end() if len(token.group()) > 1 else None)
-    return last
+            is_box = len(token.group()) > 1
+            open_braces.append((token.start(), token.end()) if is_box else None)
+            if is_box and closed is not None and _are_one_answer(text, closed.end + 1, token.start()):
+                before[token.start()] = closed
+    boxes = [] if last is None else [last]
+    while boxes and (previous := before.get(boxes[-1].command)) and "boxed" not in text[previous.start : previous.end]:
+        boxes.append(previous)
+    return boxes[::-1]
+
+
+def _are_one_answer(text: str, end: int, begin: int) -> bool:
+    """Whether the text between two boxes joins them: spaces in one line of one formula, or a comma, `and` or `or`."""
+    found = _GAP.fullmatch(text, end, begin) if begin - end <= _GAP_LENGTH else None
+    return found is not None and bool(_JOINS.search(found[1]) or not _SEPARATES.search(found[1]))
+
+
+def _content(text: str, boxes: list[_Box]) -> str:
+    """What is in boxes that stand side by side, as one answer."""
+    contents = [text[box.start : box.end].strip() for box in boxes]
+    places = [text[max(0, box.command - _GAP_LENGTH) : box.command] for box in boxes]
+    names = [found[1] if (found := _NAME_BEFORE.search(place)) else "" for place in places]
+    if len({*zip(names, contents, strict=True)}) == 1 or (len({*contents}) == 1 and not all(names)):
+        return contents[-1]
+    if all(name or "=" in content for name, content in zip(names, contents, strict=True)):
+        contents = [f"{name}{content}" for name, content in zip(names, contents, strict=True)]
+    joined = ", ".join(contents)
+    opening = _OPENS_BEFORE.search(places[0].removesuffix(names[0]))
+    closing = _CLOSES_BEHIND.match(text, boxes[-1].end + 1)
+    if opening is None or closing is None or (opening[1] == r"\{") != (closing[1] == r"\}"):
+        return joined
+    return f"{opening[1]}{joined}{closing[1]}"
 
 
 def extract_answer_line(text: str) -> str | None:
@@ -156,8 +217,8 @@ def extract_number(text: str) -> str | None:
     r"""The final number: in the last box, `Answer:`, `answer is` or `####` line, whichever is last; else the last one.
 
     It is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number, and what is marked as the
-    answer and is no number, such as `3\sqrt{2}`, is none. A heading of Markdown that begins with `####` is no mark. Of
-    an equation that is marked as the answer, the number behind its last equals sign counts.
+    answer and is no number, such as `3\sqrt{2}` or two boxes side by side, is none. A heading of Markdown that begins
+    with `####` is no mark. Of an equation that is marked as the answer, the number behind its last equals sign counts.
 
     Example: `extract_number("12 + 5 = 17, so $1,017 in all.") == "1,017"`.
     """
@@ -188,7 +249,7 @@ def _last_number(text: str) -> str | None:
 
 def marked_number(text: str) -> str | None:
     """What is marked as the answer by a box, `Answer:`, or by `####` or `answer is` before a number; None without."""
-    return _last_marked(text, (_ends_of(_ANSWER), _ends_of_hashes, _ends_of_statements))
+    return _last_marked(text, (_ends_of(_ANSWER), _ends_of_hashes, _ends_of_statements), several="")
 
 
 def _ends_of_statements(text: str) -> Iterator[int]:
@@ -227,7 +288,7 @@ def extract_choice(text: str) -> str | None:
     Example: `extract_choice("A bird flies, so the answer is (b).") == "B"`.
     """
     marks = (_ends_of(_ANSWER), _ends_of(_HASHED_LETTER))
-    marked = _last_marked(text, (*marks, _ends_of(_ANSWER_IS)))
+    marked = _last_marked(text, (*marks, _ends_of(_ANSWER_IS)), several="")
     if marked is None:
         marked = text if len(text.strip()) <= 12 else ""
         alone = re.fullmatch(r"[\s(\[*_$]*([A-Za-z])[\s)\].*_$]*", marked)
@@ -249,16 +310,59 @@ def extract_exact(text: str) -> str | None:
     return (unwrap(text) if marked is None else marked) or None
 
 
+def reference(answer: str) -> str:
+    """The final answer of a reference answer: what `####` or `Answer:` marks in its last line, else all of it.
+
+    Example: `reference("She has 4 + 3 = 7 eggs.\\n#### 7") == "7"`.
+    """
+    return _marked_end(answer)[1] or answer
+
+
+def form(answer: str) -> str | None:
+    """The grader that the form of a reference answer names; None for a final answer alone, which fits most graders.
+
+    A worked solution that ends with `#### 7`, as those of GSM8K, names `number`, one with `#### C` names `choice`, and
+    one that ends with `Answer: 7` names `answer_line_or_boxed`.
+    """
+    mark, final = _marked_end(answer)
+    if mark != "####":
+        return "answer_line_or_boxed" if mark else None
+    if _HASHED_LETTER.search(answer):
+        return "choice"
+    return "number" if numerals.read(final) is not None else None
+
+
+def _marked_end(answer: str) -> tuple[str, str]:
+    """(`####` or `Answer:`, what it marks in the last line), both empty without such a mark."""
+    hashed = _HASHED_END.search(answer)
+    if hashed is not None:
+        return "####", hashed[1]
+    line = answer.rstrip().rpartition("\n")[2]
+    said = _last(_ANSWER, line)
+    final = "" if said is None else unwrap(line[said.end() :])
+    return ("Answer:", final) if final else ("", "")
+
+
 def _ends_of(mark: re.Pattern[str]) -> Callable[[str], Iterator[int]]:
     return lambda text: (found.end() for found in mark.finditer(text))
 
 
-def _last_marked(text: str, marks: tuple[Callable[[str], Iterator[int]], ...]) -> str | None:
-    """The content of the last box or what follows the last mark in its line, whichever stands later."""
-    box = _last_box(text)
-    place, content = (-1, None) if box is None else (box[1], text[box[0] : box[1]].strip())
+def _last_marked(
+    text: str, marks: tuple[Callable[[str], Iterator[int]], ...], several: str | None = None
+) -> str | None:
+    """The content of the last box or what follows the last mark in its line, whichever stands later.
+
+    Args:
+        several: returned in place of the content of different boxes side by side.
+    """
+    boxes = _last_boxes(text)
     ends = [end for mark in marks for end in mark(text)]
-    return _rest_of_line(text, max(ends)) if ends and max(ends) > place else content
+    if ends and (not boxes or max(ends) > boxes[-1].end):
+        return _rest_of_line(text, max(ends))
+    if not boxes:
+        return None
+    content = _content(text, boxes)
+    return content if several is None or content == text[boxes[-1].start : boxes[-1].end].strip() else several
 
 
 def numbers_in(text: str) -> list[str]:

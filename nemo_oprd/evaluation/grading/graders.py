@@ -13,7 +13,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from nemo_oprd.evaluation.grading.spelling import canonical, is_number, is_perce
 from nemo_oprd.losses.import_path import import_function, is_import_path
 
 # increase when a built-in grader gives another grade for the same response: kept partial grades are then not used
-VERSION = 3
+VERSION = 4
 DEFAULT = "boxed"
 JUDGES = ("math_verify", "text")
 
@@ -121,10 +122,14 @@ def _same_number(given: str, answer: str) -> bool | None:
 
 
 BUILTIN: dict[str, _Builtin] = {
-    "boxed": _Builtin(r"the last \boxed{...}", extraction.extract_boxed),
-    "answer_line": _Builtin('the last "Answer:" line', extraction.extract_answer_line),
+    "boxed": _Builtin(
+        r"the last \boxed{...}, with those side by side", extraction.extract_boxed, reference=extraction.reference
+    ),
+    "answer_line": _Builtin('the last "Answer:" line', extraction.extract_answer_line, reference=extraction.reference),
     "answer_line_or_boxed": _Builtin(
-        r'the last "Answer:" line, without one the last \boxed{...}', extraction.extract_answer_line_or_boxed
+        r'the last "Answer:" line, without one the last \boxed{...}',
+        extraction.extract_answer_line_or_boxed,
+        reference=extraction.reference,
     ),
     "number": _Builtin(
         r'the number in the last \boxed{...}, "Answer:", "answer is" or "####", without any the last number',
@@ -278,6 +283,8 @@ def resolve(key: str, name: str, judge: str = "math_verify") -> Grader:
 class GraderChoice:
     """Chooses the grader of a response: by its set where one was named, else by its data source, else `boxed`.
 
+    In place of `boxed`, `read` takes the grader that the form of a data source's answers names.
+
     Args:
         named: set -> name of a grader; "" stands for all sets that are not named.
         judge: `math_verify`, or `text` for comparison as text alone.
@@ -287,10 +294,39 @@ class GraderChoice:
     def __init__(
         self, named: Mapping[str, str], judge: str = "math_verify", key: str = "evaluation.graders.{}"
     ) -> None:
+        self._key = key
         self._named = {name: resolve(key.format(name).rstrip(" ."), grader, judge) for name, grader in named.items()}
         self._by_name = {name: BuiltinGrader(name, judge) for name in BUILTIN}
+        self._by_form: dict[tuple[str, str], str] = {}  # (set, data source) -> grader
+
+    def read(self, set_name: str, answers: Iterable[tuple[str | None, str]]) -> list[str]:
+        """Reads the (data source, reference answer) of all problems of a set; returns a line for each choice made.
+
+        If all answers of a data source have one form (`extraction.form`), and neither the set nor the data source has
+        a grader of its own, the grader of that form grades the source's responses in this set.
+        """
+        forms = defaultdict[str, set[str | None]](set)
+        for source, answer in answers:
+            if self._is_default(set_name, source):
+                forms[source or ""].add(extraction.form(answer))
+        lines = []
+        for source, (form, *others) in forms.items():
+            self._by_form.pop((set_name, source), None)
+            if form is not None and not others:
+                self._by_form[set_name, source] = form
+                lines.append(
+                    f"{set_name}: all answers of the data source {source!r} end in the form that {form!r} reads, which "
+                    f"grades them in place of {DEFAULT!r}; {self._key.format(set_name)}=NAME names another grader"
+                )
+        return lines
 
     def of(self, set_name: str, data_source: str | None) -> Grader:
         """The grader of a response to a problem of this set and data source."""
-        named = self._named.get(set_name) or self._named.get("")
-        return named or self._by_name[DATA_SOURCES.get(data_source or "", DEFAULT)]
+        if not self._is_default(set_name, data_source):
+            named = self._named.get(set_name) or self._named.get("")
+            return named or self._by_name[DATA_SOURCES[data_source or ""]]
+        return self._by_name[self._by_form.get((set_name, data_source or ""), DEFAULT)]
+
+    def _is_default(self, set_name: str, data_source: str | None) -> bool:
+        """Whether neither the set nor the data source has a grader of its own."""
+        return not {set_name, ""} & self._named.keys() and (data_source or "") not in DATA_SOURCES

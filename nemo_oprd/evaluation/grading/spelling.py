@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 # how units are written in plain text, where `\text{...}` does not mark them: one pattern per unit
-_DOLLAR, _NOT_COMPARED = "dollars?|usd", "degrees?|deg|radians?|percent|units?"
+_DOLLAR, _NOT_COMPARED = "dollars?|usd", "degrees?|deg|radians?|percent(?:age)?|pct|units?"
 _UNITS = (
     *(_DOLLAR, "cents?", "seconds?|secs?", "minutes?|mins?", "hours?|hrs?", "days?", "weeks?", "months?", "years?"),
     *("mm|millimeters?", "cm|centimeters?", "m|meters?", "km|kilometers?", "inch|inches|in", "ft|foot|feet", "mph"),
@@ -85,7 +85,7 @@ _UNEQUAL = re.compile(rf"([a-zA-Z])\s*\\(?:neq|ne)(?![a-zA-Z])\s*{_VALUE}")
 _MEMBER = re.compile(r"\s*[a-zA-Z]\s*\\in(?![a-zA-Z])")
 _OR = re.compile(rf"{TEXT}\s*or\s*\}}|\bor\b|\\(?:lor|vee)(?![a-zA-Z])")
 _AND = re.compile(rf"{TEXT}\s*and\s*\}}|\band\b|\\(?:land|wedge)(?![a-zA-Z])")
-_PERCENT = re.compile(r"\\?%|\bpercent\b|\\text\s*\{\s*percent\s*\}")
+_PERCENT = re.compile(r"\\?%|\b(?:percent(?:age)?|pct)\b|\\text\s*\{\s*percent\s*\}")
 
 
 def clean(text: str) -> str:

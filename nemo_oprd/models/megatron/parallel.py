@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.layout import Coordinates, Layout
-from nemo_oprd.runtime import watchdog
+from nemo_oprd.runtime import rendezvous, watchdog
 
 T = TypeVar("T")
 # How long a collective of any group may wait. Ranks may arrive far apart, for example if one loads a teacher over a
@@ -105,12 +105,16 @@ def init_distributed() -> None:
     Uses NCCL if CUDA is available, otherwise gloo. Also prepares Megatron-core (CPU patches, memory buffer).
 
     Raises:
-        ValueError: there is no GPU for this rank.
+        ValueError: there is no GPU for this rank, the port is in use, or another rank was missing for too long.
+        Stopped: SIGTERM or SIGUSR1 arrived while this rank waited for others.
     """
     from megatron.core import parallel_state
 
+    backend, gpu = "gloo", None
     if torch.cuda.is_available():
-        torch.cuda.set_device(device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()))
+        gpu = device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
+        backend = "nccl"
+        torch.cuda.set_device(gpu)
         # On H100 and later torch prefers cuDNN for scaled_dot_product_attention. cuDNN builds and keeps a graph for
         # every new length of the keys, hence for every decoded token, and silently computed wrong results with few
         # key/value heads (pytorch issue 193893).
@@ -122,14 +126,9 @@ def init_distributed() -> None:
 
         cpu_patches.install()
     if not dist.is_initialized():
-        for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(key, value)
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=COLLECTIVE_TIMEOUT)
-        # Ranks may start minutes apart. NCCL connects at the first collective, which must include all ranks (transfers
-        # among some of them come later). The watchdog starts once all ranks have joined.
-        dist.barrier()
+        rendezvous.join(backend, COLLECTIVE_TIMEOUT, gpu)  # ranks may start minutes apart
     host_group()
-    watchdog.start()
+    watchdog.start()  # once all ranks have joined
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 

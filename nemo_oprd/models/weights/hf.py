@@ -7,6 +7,7 @@ writing the gradients of `verify` all use these functions. The memory needed is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +26,7 @@ from nemo_oprd.models.megatron.parallel import Role, device, everyones
 from nemo_oprd.models.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.models.quantization import known_quantization
 from nemo_oprd.models.text_tower import name_in_language_model
-from nemo_oprd.runtime.files import read_json
+from nemo_oprd.models.weight_files import weight_files
 
 # gives one HF tensor by its name
 TensorReader: TypeAlias = Callable[[str], torch.Tensor]
@@ -49,7 +50,7 @@ class HFCheckpoint:
         self.path = Path(path)
         self._handle_of: dict[str, safe_open] = {}
         self._in_files: dict[str, str] = {}  # names that differ there
-        self._files = self._find_files()
+        self._files = weight_files(self.path)
         for file in self._files:
             try:
                 handle = safe_open(file, framework="pt")
@@ -64,36 +65,6 @@ class HFCheckpoint:
         described = (self.path / "config.json").is_file()
         quantization = known_quantization(read_hf_config(self.path)) if described else None
         self._tensors = StoredTensors(self._handle_of, quantization, str(self.path))
-
-    def _find_files(self) -> list[Path]:
-        """The files that the index names; without an index, every safetensors file of the directory."""
-        index = self.path / "model.safetensors.index.json"
-        files = sorted(self.path.glob("*.safetensors"))
-        if index.is_file():
-            expected, fix = "an object with weight_map", "copy it from the model's source again"
-            weight_map = read_json(index, expected, fix).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ValueError(f"{index}: weight_map is {weight_map!r:.80}, expected tensor names and files; {fix}")
-            elsewhere = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
-            if elsewhere:
-                raise ValueError(f"{index}: names {elsewhere[0]!r}, expected a file in {self.path}; correct the index")
-            names = sorted(set(weight_map.values()))
-            missing = [name for name in names if not (self.path / name).is_file()]
-            if missing:
-                raise ValueError(
-                    f"{self.path / missing[0]}: no such file, but {index.name} names it ({len(missing)} of "
-                    f"{len(names)} shards are missing); expected all shards: copy it from the model's source"
-                )
-            return [self.path / name for name in names]
-        if not files:
-            pickled = sorted(file.name for file in [*self.path.glob("*.bin"), *self.path.glob("*.pt*")])
-            hint = ": copy its weights there"
-            if pickled:
-                hint = f"; {pickled[0]} is a pickle, which is never opened: save_pretrained with transformers once"
-            raise ValueError(
-                f"{self.path}: no *.safetensors files; expected a Hugging Face model saved as safetensors{hint}"
-            )
-        return files
 
     def keys(self) -> list[str]:
         """Names of all tensors."""
@@ -157,6 +128,30 @@ class HFCheckpoint:
                 "expected every weight of the model: is a shard missing?"
             )
         return self._handle_of[name]
+
+
+def finite(read: TensorReader, source: str | Path) -> TensorReader:
+    """`read`, which refuses tensors that hold NaN or infinite values. `source`: where they come from, for messages."""
+
+    def checked(name: str) -> torch.Tensor:
+        tensor = read(name)
+        refuse_nonfinite(tensor, name, source)
+        return tensor
+
+    return checked
+
+
+def refuse_nonfinite(tensor: torch.Tensor, name: str, source: str | Path) -> None:
+    """Raises ValueError, naming tensor and model, if a value is NaN or infinite."""
+    # both ends are NaN if a value is; this is as fast as memory, and needs none, unlike isfinite
+    if not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist())):
+        return
+    wrong = (~torch.isfinite(tensor)).nonzero()
+    first = tuple(wrong[0].tolist())
+    raise ValueError(
+        f"{source}: tensor {name!r} has {len(wrong)} value(s) that are NaN or infinite, such as {tensor[first].item()} "
+        f"at {list(first)}; expected finite weights: copy the model from its source again, or train it again"
+    )
 
 
 @torch.no_grad()

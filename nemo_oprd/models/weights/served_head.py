@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.models.weights.hf import HFCheckpoint, finite
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _BIASES = ("lm_head.bias", "embed_out.bias")
@@ -22,15 +22,18 @@ class ServedHead:
         self._checkpoint, self._spec = checkpoint, spec
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The head; errors as of `find`."""
-        return self._checkpoint[self.find()]
+        """The head. Raises ValueError as `find`, or if the head holds NaN or infinite values."""
+        return self._finite(self.find())
 
     def bias(self) -> torch.Tensor | None:
         """What the head adds to logits [V]; None if the files have no such tensor."""
         checkpoint, shape = self._checkpoint, (self._spec.vocab_size,)
         names = checkpoint.keys()
         found = [name for name in names if name.endswith(_BIASES) and checkpoint.stored_shape(name) == shape]
-        return self._checkpoint[found[0]] if found else None
+        return self._finite(found[0]) if found else None
+
+    def _finite(self, name: str) -> torch.Tensor:
+        return finite(self._checkpoint.__getitem__, self._checkpoint.path)(name)
 
     def find(self) -> str:
         """The name of the head in the files. A tied one is the only matrix of ids, or the one that is no head.

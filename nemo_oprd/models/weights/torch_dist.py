@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from nemo_oprd.models.checkpoint_directory import LATEST, check_torch_dist
 from nemo_oprd.models.megatron import versions
 from nemo_oprd.models.weights import safe_unpickling
+from nemo_oprd.runtime.files import refuse_lfs_pointer
 
 safe_unpickling.install()
 
@@ -47,6 +48,8 @@ def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
         ValueError: `path` holds no torch_dist checkpoint, or the index or a file is damaged.
     """
     check_torch_dist(path)
+    for file in (path / ".metadata", *path.glob("*.distcp")):
+        refuse_lfs_pointer(file)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     _check_files(path, metadata)

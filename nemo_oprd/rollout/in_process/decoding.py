@@ -15,12 +15,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.models.megatron.kv_cache import DecodeParams, KVCache
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.parallel import device
 from nemo_oprd.models.megatron.router_replay import Routes
 from nemo_oprd.rollout.expert_routes import RouteRecord
-from nemo_oprd.rollout.in_process.sampling import pick_tokens
+from nemo_oprd.rollout.in_process.sampling import SampledColumns, pick_tokens
 from nemo_oprd.rollout.response import Response
 
 # Finished sequences are removed once they make up this share of the batch; removing them copies the cache.
@@ -51,7 +52,7 @@ def _prefill_again(model: DistillingModel, ids_T: torch.Tensor, cache: KVCache, 
 @torch.no_grad()
 def generate_batch(
     model: DistillingModel,
-    vocab_size: int,
+    sampled: TokenIds,
     prompts: list[list[int]],
     uniforms: np.ndarray,
     limits: list[int],
@@ -67,12 +68,13 @@ def generate_batch(
     All tensor ranks compute the same result, because they share the gathered logits and the uniforms.
 
     Args:
+        sampled: the ids that may be sampled.
         uniforms: [B, T] numbers in [0, 1).
         limits: [B] maximum number of new tokens of each response, at most T.
         should_cancel: called every `CANCEL_CHECK_EVERY` tokens; must return the same value on all tensor ranks.
         record_routes: record the experts that the tokens visit, of a model with experts.
     """
-    batch = _Batch(model, vocab_size, prompts, uniforms, limits, eos_ids, record_routes=record_routes)
+    batch = _Batch(model, sampled, prompts, uniforms, limits, eos_ids, record_routes=record_routes)
     last = batch.prefill()
     for t in range(uniforms.shape[1]):
         if should_cancel is not None and t and t % CANCEL_CHECK_EVERY == 0 and should_cancel():
@@ -98,7 +100,7 @@ class _Batch:
     def __init__(
         self,
         model: DistillingModel,
-        vocab_size: int,
+        sampled: TokenIds,
         prompts: list[list[int]],
         uniforms: np.ndarray,
         limits: list[int],
@@ -107,7 +109,7 @@ class _Batch:
         record_routes: bool,
     ) -> None:
         place, count = device(), len(prompts)
-        self.model, self.vocab_size = model, vocab_size
+        self.model, self.columns = model, SampledColumns(sampled, place)
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.lengths = torch.tensor(self.prompt_lengths, device=place)
         ids = np.zeros((count, max(self.prompt_lengths)), dtype=np.int64)
@@ -146,7 +148,7 @@ class _Batch:
 
     def sample(self, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
         """Samples token t of every sequence in the batch from the states [1, b, D] before it; its ids [b]."""
-        logits, alive = self.model.logits(last)[0, :, : self.vocab_size], self.alive
+        logits, alive = self.columns.of(self.model.logits(last)[0]), self.alive
         token = pick_tokens(logits, self.draws[alive, t], temperature, top_p)
         fresh = ~self.finished[alive]
         self.sampled[alive, t] = torch.where(fresh, token, 0)

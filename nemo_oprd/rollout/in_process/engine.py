@@ -14,6 +14,7 @@ from nemo_oprd.batch import weight_spans
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.memory_bounds import CACHE_SHARE, UNCACHED_TOKENS, cache_bytes_per_token
 from nemo_oprd.config.rollout_schema import RolloutConfig
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.device_memory import free_bytes
@@ -54,7 +55,7 @@ class MegatronEngine(Generates):
         spec: ModelSpec,
         student_layout: Layout,
         eos_ids: tuple[int, ...],
-        vocab_limit: int | None = None,
+        sampled: TokenIds | None = None,
         *,
         precision: str,
         router_dtype: str | None = None,
@@ -73,7 +74,7 @@ class MegatronEngine(Generates):
         expert, first = rollout.expert if spec.experts else 1, student_layout.first_rank
         layout = Layout(tensor=tensor, data=ranks // tensor, first_rank=first, expert=expert)
         self.spec, self.eos_ids, self.max_batch = spec, eos_ids, rollout.max_batch
-        self.vocab_limit = vocab_limit or spec.vocab_size
+        self.sampled = TokenIds(spec.vocab_size) if sampled is None else sampled
         self._cache_setting, self._said_budget = rollout.max_cache_tokens, False
         self.metrics: dict[str, float] = {}
         self.weights = Weights(0)
@@ -192,10 +193,8 @@ class MegatronEngine(Generates):
         given |= {"eos_ids": self.eos_ids, "should_cancel": should_cancel}
         if self._cached:
             routes = sampling.record_routes
-            return generate_batch(
-                self.model, self.vocab_limit, prompts, uniforms, limits, record_routes=routes, **given
-            )
-        return generate_whole_sequences(self.model, self.role, self.vocab_limit, prompts, uniforms, limits, **given)
+            return generate_batch(self.model, self.sampled, prompts, uniforms, limits, record_routes=routes, **given)
+        return generate_whole_sequences(self.model, self.role, self.sampled, prompts, uniforms, limits, **given)
 
     def _cache_budget(self) -> int:
         """The most tokens of a batch. Every rank of the role calls this; says once what `auto` chose."""

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
+
+
+class SampledColumns:
+    """The columns of logits from which ids are sampled."""
+
+    def __init__(self, sampled: TokenIds, device: torch.device) -> None:
+        self._limit = sampled.limit
+        self._gaps = torch.from_numpy(~sampled.mask).to(device) if sampled.gaps else None
+
+    def of(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """[B, V or more] logits -> [B, limit], with minus infinity for ids that are not sampled; a view of the same."""
+        kept = logits_BV[:, : self._limit]
+        return kept if self._gaps is None else kept.masked_fill_(self._gaps, -torch.inf)
+
 
 def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """One id per row of [B, V] logits: the smallest id whose cumulative probability exceeds `uniform` (in [0, 1)).

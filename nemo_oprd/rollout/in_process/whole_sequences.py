@@ -15,9 +15,10 @@ import torch
 
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.models.megatron.parallel import Role, device, on_device
 from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch
-from nemo_oprd.rollout.in_process.sampling import pick_tokens
+from nemo_oprd.rollout.in_process.sampling import SampledColumns, pick_tokens
 from nemo_oprd.rollout.response import Response
 
 # tokens between two calls of `should_cancel`
@@ -28,7 +29,7 @@ CANCEL_CHECK_EVERY = 16
 def generate_whole_sequences(
     model: Any,
     role: Role,
-    vocab_size: int,
+    sampled: TokenIds,
     prompts: list[list[int]],
     uniforms: np.ndarray,
     limits: list[int],
@@ -47,19 +48,20 @@ def generate_whole_sequences(
     sequences = [list(prompt) for prompt in prompts]
     stopped = [False] * len(prompts)
     draws = torch.from_numpy(uniforms).to(device())
+    columns = SampledColumns(sampled, device())
     alive = [i for i, limit in enumerate(limits) if limit > 0]
     for t in range(uniforms.shape[1]):
         if not alive:
             break
         if should_cancel is not None and t and t % CANCEL_CHECK_EVERY == 0 and should_cancel():
             return None
-        logits = _last_logits(model, role, [sequences[i] for i in alive])[:, :vocab_size]
+        logits = columns.of(_last_logits(model, role, [sequences[i] for i in alive]))
         for i, token in zip(alive, pick_tokens(logits, draws[alive, t], temperature, top_p).tolist(), strict=True):
             sequences[i].append(token)
             stopped[i] = token in eos_ids
         alive = [i for i in alive if not stopped[i] and t + 1 < limits[i]]
-    sampled = [np.array(ids[len(prompt) :], np.int32) for ids, prompt in zip(sequences, prompts, strict=True)]
-    return [Response(ids, end) for ids, end in zip(sampled, stopped, strict=True)]
+    responses = [np.array(ids[len(prompt) :], np.int32) for ids, prompt in zip(sequences, prompts, strict=True)]
+    return [Response(ids, end) for ids, end in zip(responses, stopped, strict=True)]
 
 
 def _last_logits(model: Any, role: Role, sequences: list[list[int]]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.vllm.server import ServerDied, ServerRefused
 
@@ -51,13 +52,13 @@ _ANSWER = TypeAdapter(_Answer)
 
 @dataclass
 class AnswerCheck:
-    """What all responses of a round have in common: the version of the weights, and ids below `known_ids`.
+    """What all responses of a round have in common: the version of the weights, and the ids that may be sampled.
 
     `may_be_cut`: the round is cut, so that a response may have its first tokens only, or none.
     """
 
     version: str
-    known_ids: int
+    known_ids: TokenIds
     may_be_cut: bool = False
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Response:
@@ -98,11 +99,11 @@ class AnswerCheck:
 
     def _ids(self, index: int, ids: list[int], logprobs: np.ndarray, server: str) -> np.ndarray:
         """The ids as an array, if they and their log-probabilities can be those of a response."""
-        outside = [i for i in ids if not 0 <= i < self.known_ids]
+        outside = self.known_ids.outside(ids)
         if outside or len(logprobs) != len(ids) or not ids:
             raise ServerRefused(
                 f"{server} answered response {index} with {len(ids)} ids, {len(logprobs)} log-probabilities and the "
-                f"ids {outside[:3]} outside 0..{self.known_ids - 1}; expected ids inside, and a log-probability of each"
+                f"ids {outside[:3]} outside {self.known_ids}; expected ids inside, and a log-probability of each"
             )
         wrong = np.flatnonzero(~((logprobs > NO_LOGPROB) & (logprobs <= LOGPROB_ROUNDING)))  # NaN compares as false
         if len(wrong):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 import threading
 import time
@@ -18,6 +19,11 @@ import httpx2
 
 from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import LEASE, LEASE_S, RELEASE, RENEW
+from nemo_oprd.runtime.messages import ANY_RANK
+from nemo_oprd.runtime.signals import StoppedWaiting, requested_stop
+from nemo_oprd.runtime.waiting import Notice
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
@@ -184,15 +190,24 @@ class Client:
         return False
 
     async def wait_until_healthy(self, server: Server, timeout: float) -> None:
-        """Waits for a server that was just started; ServerDied if it ends, ServerRefused after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while not await self.is_healthy(server, timeout=CALL_TIMEOUT_S):
-            server.check_alive()
-            if time.monotonic() > deadline:
-                raise ServerRefused(
-                    f"{server.name} was not ready after {timeout:.0f} s, expected it to be within {server.key}."
-                    f"start_timeout: raise that if the server needs longer{server.last_words()}"
-                )
+        """Waits for a server that was just started, and says so when that takes long.
+
+        Raises:
+            ServerDied: it ended.
+            ServerRefused: it was not ready after `timeout` seconds.
+            StoppedWaiting: a signal asked the run to stop.
+        """
+        notice = Notice(timeout)
+        while True:
+            answer = asyncio.create_task(self.is_healthy(server, timeout=CALL_TIMEOUT_S))
+            try:
+                while not (await asyncio.wait([answer], timeout=READY_EVERY_S))[0]:
+                    _look_after(server, notice)
+            finally:
+                answer.cancel()
+            if answer.result():
+                return
+            _look_after(server, notice)
             await asyncio.sleep(READY_EVERY_S)
 
     async def ask_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
@@ -204,3 +219,17 @@ class Client:
         """Whether the server is well a second later, when it would have noticed the death of its engine."""
         await asyncio.sleep(1.0)
         return await self.is_healthy(server)
+
+
+def _look_after(server: Server, notice: Notice) -> None:
+    """What is due while a server is waited for; raises as `wait_until_healthy`."""
+    server.check_alive()
+    if signal := requested_stop():
+        raise StoppedWaiting(f"stopped by {signal} while waiting for {server.name}")
+    if notice.is_over:
+        raise ServerRefused(
+            f"{server.name} was not ready after {notice.limit_s:.0f} s, expected it to be within {server.key}."
+            f"start_timeout: raise that if the server needs longer{server.last_words()}"
+        )
+    if notice.is_due:
+        logger.warning(notice.line(server.name), extra=ANY_RANK)

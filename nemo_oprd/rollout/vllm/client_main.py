@@ -21,6 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.vllm.answers import AnswerCheck
 from nemo_oprd.rollout.vllm.channel import Channel
@@ -71,7 +72,7 @@ class ToldRound:
         self._channel, self._waited_s = channel, time.monotonic() - message["asked"]
         self._writer = SegmentWriter(lambda file: channel.send({"kind": "segment"}, file))
         self._servers: list[Server] = [OthersServer(**server) for server in message["servers"]]
-        self._check = AnswerCheck(message["version"], message["known_ids"])
+        self._check = AnswerCheck(message["version"], TokenIds(**message["known_ids"]))
         self.work = Sampling(client, self._check, message["timeout_s"], self._claim, message["slots"], self._deliver)
         self._responses: list[dict[str, Any]] = []  # not yet told, like `_claims`
         self._claims: list[asyncio.Future[Claimed | None]] = []

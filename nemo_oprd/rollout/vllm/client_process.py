@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -107,7 +107,7 @@ class Job:
     def message(self, servers: list[Server]) -> dict[str, Any]:
         """What the client process is told."""
         task = self.task
-        limits = {"known_ids": task.known_ids, "timeout_s": task.timeout_s, "slots": self.slots}
+        limits = {"known_ids": asdict(task.known_ids), "timeout_s": task.timeout_s, "slots": self.slots}
         taking_part = [_address(server) for server in servers if server.pushed == self.version]
         about = {"version": self.version, "servers": taking_part, "asked": self.asked}
         return {"kind": "sample", **about, **limits}

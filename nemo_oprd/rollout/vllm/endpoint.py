@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,10 +16,13 @@ from nemo_oprd.rollout.vllm.server import Server
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import LEASE, RUN, read_tokens
 from nemo_oprd.runtime.files import replacing
 from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.runtime.waiting import wait_for
 
 logger = logging.getLogger(__name__)
 
 UNIX = "unix://"
+# a server that does not answer for so long is asked again, after the others
+_ANSWER_S = 10.0
 # in a run directory: a secret of mode 0600, by which its endpoints know a later start
 LEASE_FILE = Path("vllm", "lease")
 
@@ -119,3 +123,39 @@ def check_endpoints(
             read_tokens(str(token_file))
         except ValueError as error:
             raise ValueError(f"{group}.token_file={error}") from None
+
+
+def wait_for_servers(key: str, urls: list[str], limit_s: float) -> None:
+    """Waits until all servers at `urls` answer that they are well.
+
+    Args:
+        key: where `urls` are named.
+        limit_s: seconds that the wait may take.
+
+    Raises:
+        ValueError: one did not.
+        Stopped: SIGTERM or SIGUSR1 arrived.
+    """
+    from nemo_oprd.rollout.vllm.client import READY_EVERY_S, Client
+
+    missing, client, over = list(urls), Client(), threading.Event()
+
+    def look() -> None:
+        while missing and not over.is_set():
+            for number, url in enumerate(list(missing)):
+                if client.run(client.is_healthy(Endpoint(number, 1, url=url), timeout=_ANSWER_S)):
+                    missing.remove(url)
+            if missing:
+                over.wait(READY_EVERY_S)
+        client.close()
+
+    def what() -> str:
+        return (
+            f"endpoint {', '.join(missing)} of {key}: it does not answer /health; start it with `nemo-oprd serve`, or "
+            "correct its address"
+        )
+
+    try:
+        wait_for(look, what, limit_s)
+    finally:
+        over.set()

@@ -10,6 +10,7 @@ A client process that dies ends the round, too, and the next one has another cli
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.layout import Layout
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.megatron.parallel import device, init_distributed
@@ -47,7 +49,9 @@ from nemo_oprd.rollout.vllm.tasks import Task
 from nemo_oprd.rollout.vllm.ticket import VllmTicket
 from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_push import WeightPush, digest_in
-from nemo_oprd.runtime.signals import agree
+from nemo_oprd.runtime.signals import StoppedWaiting, agree
+
+logger = logging.getLogger(__name__)
 
 
 class VllmEngine(Generates):
@@ -60,7 +64,7 @@ class VllmEngine(Generates):
         directory: Path,
         ranks: Layout,
         eos_ids: tuple[int, ...],
-        vocab_limit: int | None = None,
+        sampled: TokenIds | None = None,
     ) -> None:
         """Starts the servers and returns without waiting for them; see `make_engine`. The ranks have the weight stream.
 
@@ -69,7 +73,7 @@ class VllmEngine(Generates):
         """
         init_distributed()
         self._config, self._spec, self._eos_ids = config, spec, eos_ids
-        self._known_ids = vocab_limit or spec.vocab_size
+        self._known_ids = TokenIds(spec.vocab_size) if sampled is None else sampled
         self._settings = config.rollout.vllm
         cuda = device().type == "cuda"
         students = range(ranks.first_rank, ranks.first_rank + ranks.size)
@@ -122,13 +126,16 @@ class VllmEngine(Generates):
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. Returns once every server has the weights and has proved it.
 
+        A signal that asks the run to stop ends the wait for a server. Then none has the weights, and the next call that
+        samples is cancelled, on all ranks.
+
         Raises:
             ValueError: a server refuses the weights, or died too often.
         """
         self._stream = weights
         if self._any_sleeps:
             gpu_memory.release()
-        self._version = self._push.push(weights, step)
+        self._give(weights, step)
         self.weights = Weights(step, digest_in(self._version))
         self._asleep = 0
 
@@ -164,7 +171,8 @@ class VllmEngine(Generates):
         self._wake_up()
         limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
         ticket = VllmTicket(requests, sampling, dict(done or {}), keep, Task(requests, sampling, *limits))
-        self._rounds.begin(ticket, self._version, self.weights)
+        if self._version:
+            self._rounds.begin(ticket, self._version, self.weights)
         return ticket
 
     def collect(
@@ -177,8 +185,7 @@ class VllmEngine(Generates):
         """
         assert isinstance(ticket, VllmTicket)
         while ticket.missing():
-            if ticket.under_way is None:
-                self._rounds.begin(ticket, self._version, self.weights)
+            self._go_on(ticket)
             self._complete_round(ticket, should_cancel)
         sampled = self._rounds.shared(ticket, ticket.own)
         self._finish(ticket, last=last)
@@ -195,8 +202,7 @@ class VllmEngine(Generates):
         """
         assert isinstance(ticket, VllmTicket)
         while not enough(ticket.complete):
-            if ticket.under_way is None:
-                self._rounds.begin(ticket, self._version, self.weights)
+            self._go_on(ticket)
             if not self._rounds.watch(ticket, enough, should_cancel or (lambda: False)):
                 self._complete_round(ticket, should_cancel)
         return self._rounds.given(ticket)
@@ -219,6 +225,14 @@ class VllmEngine(Generates):
         given = self._rounds.given(ticket, first_tokens)
         self._finish(ticket, last=False)
         return given
+
+    def _go_on(self, ticket: VllmTicket) -> None:
+        """Begins a round unless one is under way; GenerationCancelled if the servers have no weights."""
+        if ticket.under_way is not None:
+            return
+        if not self._version:
+            raise GenerationCancelled({**ticket.done, **self._rounds.shared(ticket, ticket.own)})
+        self._rounds.begin(ticket, self._version, self.weights)
 
     def _complete_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> None:
         """Waits for a round to its end, and prepares the next one if servers have died.
@@ -270,7 +284,15 @@ class VllmEngine(Generates):
     def _push_again(self) -> None:
         """Gives servers that lost the weights the same ones once more."""
         assert self._stream is not None
-        self._version = self._push.push(self._stream, self.weights.steps, self._version)
+        self._give(self._stream, self.weights.steps, self._version)
+
+    def _give(self, stream: WeightStream, step: int, version: str | None = None) -> None:
+        """Pushes weights; there is no version afterwards if a signal ended the wait for a server."""
+        try:
+            self._version = self._push.push(stream, step, version)
+        except StoppedWaiting as stopped:
+            logger.info(str(stopped))
+            self._version = ""
 
     def close(self) -> None:
         """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec
@@ -12,6 +13,9 @@ from nemo_oprd.models.quantization import KEY, known_quantization
 from nemo_oprd.models.rope import parse_ropes
 from nemo_oprd.models.text_tower import language_model_architecture
 from nemo_oprd.runtime.files import read_json
+
+if TYPE_CHECKING:
+    from nemo_oprd.data.tokenization.token_ids import TokenIds
 
 _OVERRIDES = "--hf-overrides"
 # the folder of the project, where scripts/setup_vllm.sh makes the environment
@@ -22,7 +26,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BATCHED_TOKENS = 4096
 # of `precision`, as vLLM names them
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_NOT_FLAGS = ("--host", "--port", "--uds", "--grpc-port", "--api-key", "--middleware", "--root-path")
 
 
 def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
@@ -36,17 +39,6 @@ def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
             f"`bash scripts/setup_vllm.sh`, or set {key}.python"
         )
     return python
-
-
-def check_flags(settings: ServerConfig, key: str = "rollout.vllm") -> None:
-    """Raises ValueError if the `flags` would let others in, or would show a secret to them; `key` as above."""
-    for flag in map(str, settings.flags):
-        name = flag.partition("=")[0].replace("_", "-")
-        if name in _NOT_FLAGS:
-            raise ValueError(
-                f"{key}.flags holds {name}, but a run alone says where its servers listen and who may call "
-                "them; expected other arguments of vLLM: remove it (docs/security.md)"
-            )
 
 
 def check_model(tensor: int, spec: ModelSpec) -> None:
@@ -80,12 +72,12 @@ def check_head_size(spec: ModelSpec) -> None:
         )
 
 
-def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids: int, *, cuda: bool) -> list[str]:
+def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: TokenIds, *, cuda: bool) -> list[str]:
     """The arguments of a server, without where it listens. Responses have seeds of their own, besides the server's.
 
     Args:
         directory: where the model's config.json is; weights are not read from it.
-        known_ids: only ids below this one are sampled.
+        known: the ids that are sampled.
     """
     rollout = config.rollout
     arguments = [
@@ -100,7 +92,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
         *("--logits-processors", "nemo_oprd_worker:KnownIds"),
-        *("--additional-config", json.dumps({"nemo_oprd_known_ids": known_ids})),
+        *("--additional-config", json.dumps({"nemo_oprd_known_ids": known.limit, "nemo_oprd_gaps": known.gaps})),
         *("--weight-transfer-config", json.dumps({"backend": "nemo_oprd"})),
         "--disable-uvicorn-access-log",
     ]
@@ -116,7 +108,8 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known_ids
         arguments += ["--distributed-executor-backend", "mp"]
     overrides = _config_overrides(directory)
     if overrides:
-        if any(str(flag).partition("=")[0].replace("_", "-") == _OVERRIDES for flag in rollout.vllm.flags):
+        names = [re.split(r"[=.+]", str(flag), maxsplit=1)[0].replace("_", "-") for flag in rollout.vllm.flags]
+        if any(name.startswith("--hf-o") and _OVERRIDES.startswith(name) for name in names):
             raise ValueError(
                 f"rollout.vllm.flags holds {_OVERRIDES}, but servers of the model in {directory} need "
                 f"{json.dumps(overrides)} of this run; expected other flags: change config.json in a copy of the model"
@@ -137,7 +130,7 @@ def _config_overrides(directory: Path) -> dict[str, Any]:
     return overrides
 
 
-def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known_ids: int) -> None:
+def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known: TokenIds) -> None:
     """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run."""
     wanted: dict[str, Any] = {
         "hidden_size": spec.hidden_size,
@@ -150,12 +143,13 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
         "experts": _experts(spec),
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
-        "known_ids": known_ids,
+        "known_ids": known.limit,
+        "gaps": [list(gap) for gap in known.gaps],
         "dtype": DTYPES[config.precision],
         "logprobs_mode": "processed_logprobs",
         "workers": config.rollout.vllm.tensor,
     }
-    found = {**found, "rope": _served_rope(spec, found.get("rope_parameters"))}
+    found = {"gaps": [], **found, "rope": _served_rope(spec, found.get("rope_parameters"))}
     differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
     if differing:
         raise ValueError(

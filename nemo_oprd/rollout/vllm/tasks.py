@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.rollout.engine import Request, SamplingParams
 
 
@@ -19,7 +20,7 @@ class Task:
     sampling: SamplingParams
     max_positions: int
     eos_ids: tuple[int, ...]
-    known_ids: int
+    known_ids: TokenIds
     timeout_s: float
 
     def body(self, index: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
 from nemo_oprd.rollout.vllm.weight_group import Ended, Rendezvous, WeightGroup
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, Digest
 from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.runtime.signals import StoppedWaiting
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,13 @@ class Failures:
     """Servers that died in an attempt, and refusals, of which no repetition is expected to help.
 
     `left`: servers that gave up an unfinished transfer of the group, with what they said. Some of that is a refusal,
-    and some follows from what another member did; see `judge`.
+    and some follows from what another member did; see `judge`. `stopped`: how a signal ended the wait for a server.
     """
 
     died: dict[int, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     left: dict[int, str] = field(default_factory=dict)
+    stopped: str | None = None
 
     def note(self, server: int, error: BaseException) -> None:
         """Takes up what a call to a server raised."""
@@ -48,6 +50,8 @@ class Failures:
             self.died.setdefault(server, str(error))
         elif isinstance(error, ServerRefused | ValueError):
             self.refused.append(str(error))
+        elif isinstance(error, StoppedWaiting):
+            self.stopped = str(error)
         else:
             raise error
 
@@ -62,16 +66,19 @@ class Failures:
 
     def __bool__(self) -> bool:
         """Whether anything failed."""
-        return bool(self.died or self.refused)
+        return bool(self.died or self.refused or self.stopped)
 
     def shared(self) -> Failures:
         """Those of all ranks."""
         parts = everyones(self)
         died = {number: why for part in parts for number, why in part.died.items()}
-        return Failures(died, [refusal for part in parts for refusal in part.refused])
+        stopped = next((part.stopped for part in parts if part.stopped), None)
+        return Failures(died, [refusal for part in parts for refusal in part.refused], stopped=stopped)
 
     def check(self) -> None:
-        """Raises ServerRefused with the first refusal, if there is one."""
+        """Raises StoppedWaiting if a signal ended a wait, or ServerRefused with the first refusal, if there is one."""
+        if self.stopped:
+            raise StoppedWaiting(self.stopped)
         if self.refused:
             raise ServerRefused(self.refused[0])
 
@@ -121,7 +128,7 @@ class WeightPush:
         broke = None
         while True:
             failures, sent, ended = self._attempt(stream, step, version)
-            if failures.died:  # a refusal may follow from a death that broke the group
+            if failures.died and not failures.stopped:  # a refusal may follow from a death that broke the group
                 self.revive(failures.died)
                 continue
             failures.check()

@@ -10,6 +10,7 @@ from unittest import mock
 from bad_input_case import Category
 
 CATEGORIES: list[Category] = []
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else '1'] * 9)}]\n" for i in range(9))
 
 
 def nothing_installed() -> contextlib.AbstractContextManager:
@@ -39,6 +40,9 @@ case("key without its group", "a key without its group", "unknown key 'lr'; did 
 case("no W&B", "W&B where it is not installed", "logging.wandb=mine needs the package wandb | expected null | pip install 'nemo-oprd[wandb]'", "logging.wandb=mine", "logging.tensorboard=false", wrap=nothing_installed)
 case("no TensorBoard", "TensorBoard where it is not installed", "logging.tensorboard=true needs the package tensorboard | expected false | pip install tensorboard", "logging.tensorboard=true", wrap=nothing_installed)
 case("defaults of nothing", "a list of defaults that names no file", "its list `defaults` names nowhere | expected a file beside it | correct the list", prepare=lambda p: (p.root / "other.yaml").write_text("defaults: [nowhere, _self_]\n"), arguments=("--config-dir", "{root}", "--config-name", "other"))
+case("defaults in a circle", "a list of defaults that names its own file", "{root}/other.yaml: the list `defaults` leads in a circle, other.yaml -> other.yaml | _self_ | correct the list", prepare=lambda p: (p.root / "other.yaml").write_text("defaults: [other]\n"), arguments=("--config-dir", "{root}", "--config-name", "other"))
+case("bomb of aliases", "aliases that stand for more and more", "{root}/other.yaml: its aliases stand for | expected at most 100,000 | write out", prepare=lambda p: (p.root / "other.yaml").write_text(BOMB), arguments=("--config-dir", "{root}", "--config-name", "other"))
+case("dot in a name", "a name with a dot in a YAML file", "unknown key 'train.lr', with a dot in its name | expected lr in the group train | nest it", prepare=lambda p: (p.root / "other.yaml").write_text("train.lr: 1.0e-4\n"), arguments=("--config-dir", "{root}", "--config-name", "other"))
 case("no such file of a group", "a group's file that does not exist", "loss=mine: no mine.yaml in {root}/loss | expected one of ['entry'] | choose one", "loss=mine", prepare=lambda p: [(p.root / "loss").mkdir(), (p.root / "loss" / "entry.yaml").write_text("{{}}"), (p.root / "other.yaml").write_text("seed: 1\n")], arguments=("--config-dir", "{root}", "--config-name", "other"))
 case("no such configuration", "a configuration that does not exist", "quikstart | expected one of | did you mean 'quickstart'", arguments=("--config-name", "quikstart"))
 case("path of a configuration", "a path where a configuration's name belongs", "own: is a path, expected a name | write --config-dir {root} --config-name own", prepare=lambda p: (p.root / "own.yaml").write_text("seed: 1\n"), arguments=("--config-name", "{root}/own.yaml"))
@@ -86,6 +90,8 @@ case("endpoint without a token", "an endpoint without the file of its token", "r
 case("missing token file", "a file of a token that is missing", "rollout.vllm.token_file={root}/nowhere can't be read (No such file or directory) | expected a file of this user with mode 0600 | `nemo-oprd serve --token-file FILE` makes one", *ENDPOINT, "rollout.vllm.token_file={root}/nowhere")
 case("token file open to others", "a file of a token that others can read", "rollout.vllm.token_file={root}/prompts.jsonl has mode 0644, which lets others in | expected a file of this user with mode 0600", *ENDPOINT, "rollout.vllm.token_file={root}/prompts.jsonl", prepare=lambda p: p.prompts.chmod(0o644))
 case("key of vLLM's own", "a server's key where every user of the machine can read it", "rollout.vllm.flags holds --api-key, but a run alone says where its servers listen and who may call them | expected other arguments of vLLM | remove it", "rollout.engine=vllm", "rollout.vllm.flags=[--api-key,secret]")
+case("beginning of a flag", "the beginning of a server's flag", "rollout.vllm.flags holds --hos, which vLLM may read as --host, but a run alone says where its servers listen | remove it", "rollout.vllm.flags=[--hos,0.0.0.0]")
+case("file of flags", "a file of a server's arguments", "teacher.vllm.flags holds --config, but a file could hold any other argument | remove it", "teacher.vllm.flags=[--config,{root}/flags.yaml]")
 case("no interpreter of vLLM", "an interpreter of vLLM's environment that does not exist", "rollout.vllm.python={root}/nowhere | does not exist | scripts/setup_vllm.sh", "rollout.engine=vllm", "rollout.vllm.python={root}/nowhere")
 case("directory for an interpreter", "a directory where an interpreter belongs", "rollout.vllm.python={root}: {root} is a directory | expected the Python interpreter", "rollout.engine=vllm", "rollout.vllm.python={root}")
 case("weight without a kind", "a weight for an output-space term that there is none of", "loss.output.weight=1.0 with loss.output.kind=none | choose a kind, or weight 0", "loss.output.weight=1")
@@ -141,7 +147,7 @@ case("no layers, no weight", "a term without a weight, and no other", "loss.repr
 case("no updates", "no update per rollout", "train.updates_per_rollout=0 | expected more than 0", "train.updates_per_rollout=0")
 case("top-1", "a renormalised top-1", "k=1 | identically zero | kind=sampled_token", "loss.output.kind=top_k", "loss.output.k=1", "loss.output.weight=1")
 case("unlikely best", "a best checkpoint by something that is not measured", "train.keep_best=val/x/avg@4 | expected null, or one of", "train.keep_best=val/x/avg@4")
-case("no bridge there", "a bridge that does not exist", "nowhere/bridge.safetensors: no such file | expected a bridge made by nemo-oprd fit-bridge", "bridge.path={root}/nowhere")
+case("no bridge there", "a bridge that does not exist", "bridge.path={root}/nowhere: no such directory | expected a bridge made by nemo-oprd fit-bridge | set bridge.path=DIR", "bridge.path={root}/nowhere")
 case("full width that is frozen", "a full-width bridge that is not trained", "bridge.path=full_width with bridge.train=false | expected bridge.train=true | set it", "bridge.path=full_width")
 case("projectors without a loss", "projectors to train and a schedule that leaves them without a loss", "bridge.train=true with a loss.representation.weight of 0 in some updates | change the schedule", "bridge.train=true", "bridge.path=full_width", "loss.output.kind=full_vocab", "loss.output.weight=1", "loss.representation.weight=[{until:1,weight:1},{weight:0}]")
 case("no bridge to train", "a bridge to train where there is none", "bridge.train=true with bridge.path=none | expected a bridge to train | set bridge.path", "bridge.train=true")

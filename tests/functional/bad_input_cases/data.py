@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -45,14 +46,25 @@ case("not UTF-8", "a line that is not UTF-8", "prompts.jsonl, line 1: not valid 
 case("no prompt field", "a row without a prompt", "prompts.jsonl, line 1: none of the fields prompt, problem, question | write rows", prepare=prompt_file('{"text": "1"}\n'))
 case("not a conversation", "a conversation without contents", "line 1: prompt, message 0 | expected {{role, content}}", prepare=prompt_file('{"prompt": [{"role": "user"}]}\n'))
 case("blank prompt", "a blank prompt", "line 1: prompt, message 0 | not blank", prepare=prompt_file('{"prompt": " "}\n'))
+case("images", "a row with an image", "line 1: images is ['a.png'] | which would be left out of the prompt | expected none: models read text here", prepare=lambda p: p.write(p.prompts, [{**PROMPT, "images": ["a.png"]}]))
+case("image in a conversation", "a part of a message that is not text", "message 0: a part of content is | expected {{type: text, text}} | leave the row out", prepare=lambda p: p.write(p.prompts, [{"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}]), command="evaluate")
+case("image's place in a text", "a text with the place of an image", "expected text without <image> | leave the row out", prepare=lambda p: p.write(p.prompts, [{"prompt": "<image>1+1="}]))
+case("conversation of other keys as text", "JSON text that is no conversation", "prompt is | expected text, or messages as a list of {{role, content}} | write them so", prepare=lambda p: p.write(p.prompts, [{"prompt": '[{"from": "human", "value": "1"}]'}]))
+case("tools that are none", "tools that are no list", "line 1: tools is 'add' | expected a list of objects, or JSON text of it", prepare=lambda p: p.write(p.prompts, [{**PROMPT, "tools": "add"}]))
+case("half a character", "text that is not text", "line 2: holds '1.ud83d', half of a character | expected whole characters".replace(".ud83d", "\\ud83d"), prepare=prompt_file('{"prompt": "1"}\n{"prompt": "1\\ud83d"}\n'))
+case("half a character in a validation set", "text of a validation set that is not text", "line 1: holds '\\ud83d', half of a character | expected whole characters", prepare=prompt_file('{"prompt": "\\ud83d", "answer": "1"}\n'), command="evaluate")
+case("template that fails", "a chat template that fails", "the chat template fails on the conversation with roles ['user'] (TypeError | expected one that renders it | correct the template", "data.chat_template={root}/fails.jinja", prepare=lambda p: (p.root / "fails.jinja").write_text("{% include 'other' %}"))
 case("corrupt parquet", "a parquet file of other bytes", "prompts.parquet: not a readable parquet file | download or write it again", PARQUET, prepare=lambda p: parquet(p, b"PAR1 and no more"), library=r"file \((.*?)\); download")
 case("parquet without a column", "a parquet file without prompts", "prompts.parquet, row 0: none of the fields | write rows", PARQUET, prepare=lambda p: parquet(p, {"text": ["1"]}))
 case("prompts too long", "prompts that are all too long", "data.max_prompt_tokens=1 | every prompt is longer | raise it", "data.max_prompt_tokens=1")
 case("no room for a response", "a prompt as long as the model's positions", "prompt 0 has | 64 positions | data.max_prompt_tokens", prepare=prompt_file(json.dumps({"prompt": "1" * 80}) + "\n"))
+case("device for prompts", "a device where a prompt file belongs", "data.train=/dev/zero: is a device | expected a .parquet or .jsonl file", "data.train=/dev/zero")
+case("sets of a shipped configuration", "a set of a shipped configuration that was not downloaded", "data.validation.aime24=data/aime24.parquet: no such file | conf/oprd_1p5b.yaml names it, not the command line | set data.validation.aime24=FILE, or do without by data.validation={} evaluation.every=0", arguments=("--config-name", "oprd_1p5b"))
 case("no validation file", "a validation file that does not exist", "nowhere.jsonl: no such file", "data.validation.held={root}/nowhere.jsonl", command="evaluate")
 case("no validation set", "`evaluate` without a set", "data.validation is empty | name at least one", command="evaluate", arguments=("no validation",))
 case("set with a path as its name", "a set whose name is no file name", "has a set 'a/b' | expected letters, digits | rename the set", "data.validation={a/b: {root}/prompts.jsonl}", command="evaluate", arguments=("no validation",))
 case("problem without answer", "a problem without an answer", "problem 1 has no answer | add an answer", command="evaluate", prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1"}]))
+case("list as answer", "a problem with a list as its answer", "problem 1 has no answer | expected text or a number (a list or an object is none) | add an answer", command="evaluate", prepare=lambda p: p.write(p.prompts, [PROMPT, {"prompt": "1", "reward_model": {"ground_truth": ["1", "2"]}}]))
 case("long problem", "a problem as long as the model's positions", "problem 0 leaves no room | 64 positions | remove it", command="evaluate", prepare=lambda p: p.write(p.prompts, [{"prompt": "1" * 80, "answer": "1"}]))
 
 case = Category("What is done to prompts")
@@ -86,7 +98,8 @@ case("held out of nothing", "a held-out share without training prompts", "data.h
 case("held out without answers", "held-out problems without answers", "data.held_out=0.499 of data.train: problem 6 has no answer | add an answer", "data.held_out=0.499", "data.train={root}/again.jsonl", command="evaluate", prepare=lambda p: p.write(p.root / "again.jsonl", [{"prompt": "1+1="}, *({"prompt": f"{n}+1="} for n in range(9))]))
 case("contaminated", "validation problems in the training prompts, with `data.contamination=refuse`", "data.contamination=refuse: 3 of 3 problems of held stand in data.train | expected none | set data.contamination=drop", "data.contamination=refuse", "data.validation={held: {root}/prompts.jsonl}")
 case("all contaminated", "training prompts that are all in a validation set, with `data.contamination=drop`", "remains to train on | data.contamination=drop | expected at least one", "data.contamination=drop", "data.validation={held: {root}/prompts.jsonl}")
-case("no chat template file", "a chat template that does not exist", "template.jinja: can't be read | expected a file with a Jinja template | correct the path", TEMPLATE, library=r"be read \((.*?)\);")
+case("no chat template file", "a chat template that does not exist", "data.chat_template={root}/template.jinja: no such file | expected a file with a Jinja template | correct the path", TEMPLATE)
+case("pipe for a chat template", "a named pipe where a chat template belongs", "template.jinja: is a named pipe (FIFO) | expected a file with a Jinja template", TEMPLATE, prepare=lambda p: os.mkfifo(p.root / "template.jinja"))
 case("broken chat template", "a file that is no Jinja template", "template.jinja: not a Jinja template | expected one as in a model's chat_template.jinja | correct it", TEMPLATE, prepare=template("{% for m in messages %}"), library=r"template \((.*)\);")
 case("reserved variable", "a variable of a chat template that belongs to the project", "data.chat_template_args.tokenize=False | expected one that the template reads | remove it", "data.chat_template_args={tokenize: false}")
 
@@ -175,6 +188,7 @@ case("no teacher number", "a key of a teacher that is not there", "teachers.3.hf
 SELF = ("teacher.hf_path=null", "teacher.weights=student", "teacher.prompt='{prompt} {answer}'")
 case("itself and a teacher", "a teacher's model where the student is its own", "with teacher.weights=student | expected neither", *SELF[1:])
 case("itself without more to read", "the student as its own teacher with nothing more to read", "teacher.weights=student with teacher.prompt=null | compared with itself | set e.g. teacher.prompt=", *SELF[:2])
+case("blank system prompt", "a blank system prompt of the teacher's", "teacher.system_prompt=' ': expected text that is not blank | set null", "teacher.system_prompt=' '")
 case("template without a prompt", "a teacher's prompt without the student's", "teacher.prompt='Answer: {answer}' | expected a text with {prompt} | put it in", "teacher.prompt='Answer: {answer}'")
 case("decay of the teacher", "a teacher that would never follow the student", "teacher.ema_decay=1.0 | expected a number in [0, 1)", "teacher.ema_decay=1")
 case("layout of itself", "a layout for a teacher that is the student", "with teacher.weights=student: such a teacher has the student's ranks and layout | remove them", *SELF, "teacher.parallel.tensor=2")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -99,6 +100,7 @@ case("another provider", "a provider that does not exist", "provider='nemo'; exp
 case("a provider of no model", "a provider for a teacher that is the student", "teacher.provider=bridge with teacher.weights=ema | expected own", "teacher.provider=bridge", "teacher.weights=ema", "teacher.hf_path=null", "teacher.checkpoint=null")
 case("no model type", "a config.json without model_type", "model_type None is not supported | expected one of", prepare=lambda p: p.config(model_type=None))
 case("a key is missing", "a config.json that lacks a key", "'hidden_size' is missing | expected the complete config.json", prepare=lambda p: p.config(hidden_size=None))
+case("too many layers", "more layers than any model has", "student/config.json: num_hidden_layers=1000000000 | expected at most 10000: correct it", prepare=lambda p: p.config(num_hidden_layers=10**9))
 case("text for a size", "a size that is text", "num_hidden_layers='3' | expected a positive integer", prepare=lambda p: p.config(num_hidden_layers="3"))
 case("heads and groups", "heads that don't share key/value heads evenly", "4 attention heads are not a multiple of 3 | correct them", prepare=lambda p: p.config(num_key_value_heads=3))
 case("activation", "another activation", "hidden_act='gelu' is not supported | expected 'silu'", prepare=lambda p: p.config(hidden_act="gelu"))
@@ -126,12 +128,32 @@ CATEGORIES.append(case)
 
 
 def shard(place: Place, **weight_map: str) -> None:
-    """An index beside the one file."""
-    names = dict.fromkeys(load_file(place.student / "model.safetensors"), "model.safetensors")
+    """An index of the one file, which gets a shard's name."""
+    file = place.student / "model-00001.safetensors"
+    (place.student / "model.safetensors").rename(file)
+    names = dict.fromkeys(load_file(file), file.name)
     index = {"weight_map": {**names, **weight_map}}
     (place.student / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 9844123\n"
+
+
+def adapter(place: Place) -> None:
+    """What peft saves while it trains: no model's file, and an optimizer's."""
+    (place.student / "config.json").unlink()
+    (place.student / "model.safetensors").rename(place.student / "adapter_model.safetensors")
+    (place.student / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    (place.student / "optimizer.pt").touch()
+
+
+def stale_shards(place: Place) -> None:
+    """The teacher in one file, saved where it was in shards before."""
+    shutil.copyfile(place.teacher / "model.safetensors", place.teacher / "model-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(place.teacher / "model.safetensors"), "model-00001.safetensors")}
+    (place.teacher / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def pickled(place: Place) -> None:
@@ -154,11 +176,15 @@ case("fp8 without scales", "a quantised tensor without its scales", "q_proj.weig
 case("other scales", "scales of another shape", "q_proj.weight' has fp8 numbers F8_E4M3 [64, 32] and scales F32 [3, 2] | expected numbers F8_E4M3 and scales F32/BF16/F16/F8_E8M0 [4, 2] | copy", prepare=lambda p: in_fp8(p, (3, 2)))
 case("missing shard", "a shard that the index names and that is not there", "model-00002.safetensors: no such file | 1 of 2 shards | copy it", prepare=lambda p: shard(p, a="model-00002.safetensors"))
 case("shard elsewhere", "an index that names a file elsewhere", "names '../teacher/model.safetensors' | expected a file in | correct the index", prepare=lambda p: shard(p, a="../teacher/model.safetensors"))
-case("broken index", "an index that is not JSON", "index.json: not valid JSON | expected an object with weight_map: copy it", prepare=lambda p: (p.student / "model.safetensors.index.json").write_text("{"), library=r"JSON \((.*?)\);")
+case("broken index", "an index that is not JSON", "index.json: not valid JSON | expected an object with weight_map: copy it", prepare=lambda p: [shard(p), (p.student / "model.safetensors.index.json").write_text("{")], library=r"JSON \((.*?)\);")
 case("truncated", "a truncated shard", "model.safetensors: not a readable safetensors file | copy it from its source again", prepare=lambda p: cut(p.student / "model.safetensors", 5000), library=r"file \((.*?)\);")
 case("corrupt", "a shard of other bytes", "teacher/model.safetensors: not a readable safetensors file | copy it", prepare=lambda p: (p.teacher / "model.safetensors").write_bytes(b"\x00" * 4000), library=r"file \((.*?)\);")
 case("empty shard", "an empty shard", "model.safetensors: not a readable safetensors file | copy it", prepare=lambda p: cut(p.student / "model.safetensors", 0), library=r"file \((.*?)\);")
 case("no weights", "a model without weights", "no *.safetensors files | expected a Hugging Face model saved as safetensors | copy its weights", prepare=lambda p: (p.student / "model.safetensors").unlink())
+case("adapter", "the directory of an adapter in place of a model's", "student: holds an adapter (peft, LoRA) of 'some/base' | expected the weights of a model | merge_and_unload()", prepare=adapter)
+case("pointer for weights", "a repository whose weights Git LFS has not fetched", "model.safetensors: a pointer of Git LFS | expected the file itself | git lfs pull", prepare=lambda p: (p.student / "model.safetensors").write_text(LFS_POINTER))
+case("pointer for config.json", "the same of config.json", "teacher/config.json: a pointer of Git LFS | git lfs pull", command="verify", prepare=lambda p: (p.teacher / "config.json").write_text(LFS_POINTER))
+case("file that vLLM would not read", "one file of weights beside an index that names others, for servers", "teacher: vLLM loads model-00001.safetensors there, and transformers model.safetensors | expected a directory of which both load the same | model.safetensors.index.json among them", *SERVED, prepare=stale_shards)
 case("pickled weights", "weights as a pickle only", "pytorch_model.bin is a pickle, which is never opened | save_pretrained", prepare=pickled)
 case("missing tensor", "a tensor that is missing", "'model.norm.weight' is missing | expected every weight | is a shard missing", prepare=lambda p: p.tensors(lambda t: t.pop("model.norm.weight")))
 case("missing expert", "an expert that is missing", "'model.layers.1.mlp.experts.2.down_proj.weight' is missing | expected every weight | is a shard missing", prepare=lambda p: give_experts(p, "model.layers.1.mlp.experts.2.down_proj.weight"))
@@ -170,12 +196,14 @@ case = Category("Tokenizers")
 CATEGORIES.append(case)
 case("no tokenizer", "a model without a tokenizer", "no tokenizer.json | copy the tokenizer files", prepare=lambda p: [(p.student / n).unlink() for n in ("tokenizer.json", "tokenizer.model")])
 case("broken tokenizer", "a tokenizer that can't be read", "student: the tokenizer can't be read | copy the tokenizer files", prepare=lambda p: (p.student / "tokenizer.json").write_text("{"), library=r"read \((.*?)\); copy")
+case("pointer for a tokenizer", "a repository whose tokenizer Git LFS has not fetched", "student/tokenizer.json: a pointer of Git LFS | git lfs pull", prepare=lambda p: (p.student / "tokenizer.json").write_text(LFS_POINTER))
 case("code in the tokenizer", "a tokenizer that brings its own code", "auto_map={{'AutoTokenizer': ['t.T', None]}} | never run | remove auto_map", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.T", None]}))
 case("no chat template", "no chat template", "no chat template, expected one | add chat_template.jinja", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", chat_template=None))
 case("template that refuses", "a conversation that the template refuses", "prompt 0 | refuses the conversation with roles ['user'] | no users | change the roles", prepare=lambda p: p.edit(p.student / "tokenizer_config.json", chat_template="{{ raise_exception('no users') }}"))
 case("another tokenizer", "a teacher with another tokenizer", "differ: the teacher would read other text | expected the same tokenizer | set teacher.reads=text", prepare=lambda p: p.edit(p.teacher / "tokenizer_config.json", extra_special_tokens=None, added_tokens_decoder={}) or other_tokenizer(p))
 case("ids beyond the model's vocabulary", "a tokenizer with more ids than the model", "ids up to 24 | vocab_size=20 | expected ids 0..19", prepare=lambda p: p.config(vocab_size=20))
 case("stop id beyond the vocabulary", "a stop id that the model does not know", "stop ids [99] | expected ids 0..60", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id=99))
+case("stop id without a token", "stop ids that no token has", "no token has one of the stop ids [50], so that no response would end | expected one of the ids that have a token, 0..24: correct eos_token_id", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id=50))
 case("malformed stop id", "a stop id that is text", "eos_token_id is '<eos>' | expected a token id", prepare=lambda p: p.edit(p.student / "generation_config.json", eos_token_id="<eos>"))
 case("broken generation_config.json", "a generation_config.json that is not JSON", "generation_config.json: not valid JSON | copy the file", prepare=lambda p: (p.student / "generation_config.json").write_text("{"), library=r"JSON \((.*?)\);")
 
@@ -183,7 +211,8 @@ case("broken generation_config.json", "a generation_config.json that is not JSON
 def other_tokenizer(place: Place) -> None:
     file = place.teacher / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 60, "content": "<more>"})
+    vocabulary = content["model"]["vocab"]
+    vocabulary["b"], vocabulary["o"] = vocabulary["o"], vocabulary["b"]
     file.write_text(json.dumps(content))
 
 
@@ -227,3 +256,5 @@ case("states that are not there", "`capture` of a layer that the model does not 
 case("capture on several ranks", "`capture` by torchrun", "capture on 2 ranks | expected one | leave out torchrun", command="capture", arguments=CAPTURE, ranks=2)
 case("capture into a model", "`capture` into a model's directory", "{root}/teacher exists and is not captured states | choose another", command="capture", arguments=(*CAPTURE[:-1], "{root}/teacher"))
 case("sequences that are too long to capture", "`capture` of prompts that are longer than the model's positions", "prompts.jsonl: prompt 1 has | but the model has | shorten or remove it", command="capture", arguments=CAPTURE, prepare=lambda p: p.write(p.prompts, [{"prompt": "1" * 999}]))
+case("capture without vLLM", "`capture` with an interpreter that is not there", "--python {root}/nowhere: {root}/nowhere does not exist | expected the Python interpreter of an environment with vLLM | or set --python", command="capture", arguments=(*CAPTURE, "--python", "{root}/nowhere"))
+case("capture of a RoPE type", "`capture` of a model whose rotation depends on the length", "capture with RoPE of type dynamic | choose another model", command="capture", arguments=CAPTURE, prepare=lambda p: p.config("teacher", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}))

@@ -28,7 +28,7 @@ def case(name: str, what: str, says: str, recipe: str, *arguments: str) -> None:
     category(name, what, says, command="from-nemo-rl", arguments=("{root}/recipe.yaml", *arguments), prepare=partial(write, recipe))
 
 
-case("recipe of no distillation", "a recipe that is none of distillation", "recipe: policy.model_name and teacher.model_name (or teachers) are not both there | expected a distillation recipe | name another file", "policy: {model_name: a/B}")
+case("recipe of no distillation", "a recipe that is none of distillation", "recipe: policy.model_name and teacher.model_name (or teachers, or on_policy_distillation) are not both there | expected a distillation recipe | name another file", "policy: {model_name: a/B}")
 case("recipe without its base", "a recipe whose `defaults` are not there", "base.yaml: no such file, which {root}/recipe.yaml names in its defaults | correct the path", "defaults: base.yaml")
 case("recipe that is its own base", "a recipe that inherits from itself", "inherits from itself by way of recipe.yaml | expected no circle | correct the defaults", "defaults: recipe.yaml")
 case("recipe with a wrong reference", "a reference in a recipe that leads nowhere", "recipe.yaml: Interpolation key 'b' not found | expected a recipe of NeMo-RL | correct the file", "a: ${b}")

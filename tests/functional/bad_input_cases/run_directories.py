@@ -65,6 +65,8 @@ def trained(place: Place) -> None:
 
 case("output a file", "an output that is a file", "output={root}/prompts.jsonl | is a file, expected a directory | choose another output", "output={root}/prompts.jsonl")
 case("output below a file", "an output below a file", "prompts.jsonl is a file, expected a directory", "output={root}/prompts.jsonl/run", command="verify")
+case("root for an output", "the root of the file system as output", "output=/ is the root of the file system | expected a directory of its own | choose e.g. output=runs/first", "output=/")
+case("system's directory", "a directory of the system as output", "output=/usr is a directory of the system | expected a directory of its own", "output=/usr", command="evaluate")
 case("no output", "an empty output", "output='' | expected a path | give one", "output=''")
 case("unwritable", "an output that may not be written", "output={root}/run | Permission denied | change its permissions", wrap=no_permission)
 case("full disk", "a disk that is full", "output={root}/run | No space left on device | free some space", wrap=full_disk, command="evaluate")
@@ -155,6 +157,8 @@ def secret() -> Iterator[None]:
 
 
 SECRET = "not-for-your-eyes"
+case("password in an address", "a password in the address of a server", "rollout.vllm.endpoints.0 holds an address with a user name, a password or a token (not shown) | expected an address alone | leave it out", f"rollout.vllm.endpoints=['http://me:{SECRET}@node7:8000']")
+case("password for a number", "an address with a password where a number belongs", "train.lr holds an address with a user name, a password or a token (not shown)", f"train.lr=http://me:{SECRET}@node7")
 case("key as a setting", "an API key as a setting", "unknown key 'logging.wandb_api_key' | expected no secrets | set the environment variable", f"logging.wandb_api_key={SECRET}")
 case("secret from the environment", "a secret of the environment in a setting", "logging.wandb holds the value of the environment variable HF_TOKEN | expected no secrets | remove it", "logging.wandb=${oc.env:HF_TOKEN}", wrap=secret)
 case("what looks like a key", "a W&B key where a project name belongs", "logging.wandb holds what looks like an access key | expected no secrets | remove it", "logging.wandb=" + "0123456789" * 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdenti
 from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.runtime.exits import run_as_command
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -234,6 +236,21 @@ def test_statistics_become_an_artifact(tmp_path: Path, fit: Any) -> None:
     assert report["curves"]["bridge"]["cosine"]["4"] > 0.9 > 0.3 > report["curves"]["constant"]["cosine"]["4"]
     with pytest.raises(ValueError, match="bridge.rank=13: layer pair s1.t2 allows 1..12"):
         built([stats], rank=13)
+
+
+def test_every_rank_says_what_it_has_fitted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pairs are divided among the ranks; those of other ranks than the first are shown like its own."""
+    stats = collected(*gaussian_pair(LAMBDAS, RHO2, 16, 2000))
+
+    def fit() -> int:
+        built([stats], rank=2)
+        return 0
+
+    monkeypatch.setenv("RANK", "1")
+    run_as_command(fit, alone=False)
+    assert re.fullmatch(r"s1\.t2: rank 2, held-out cosine 0\.\d{4}\n", capsys.readouterr().out)
 
 
 def test_baselines_only_where_asked_for() -> None:

@@ -15,9 +15,12 @@ from nemo_oprd.checkpointing import directory as checkpoints
 from nemo_oprd.checkpointing.directory import (
     commit_checkpoint,
     find_checkpoint,
+    find_damage_inside,
+    has_digests,
     prune,
     read_best,
     read_state,
+    refuse_damage,
     remove_leftovers,
 )
 
@@ -27,6 +30,12 @@ def write(root: Path, step: int, best: float | None = None, text: str = "weights
     partial = checkpoints.partial_directory(root, step)
     partial.mkdir(parents=True)
     (partial / "shard").write_text(f"{text} {step}")
+    write_more(root, step, best)
+
+
+def write_more(root: Path, step: int, best: float | None = None) -> None:
+    """The end of a save."""
+    partial = checkpoints.partial_directory(root, step)
     (partial / "hf").mkdir()
     (partial / "hf" / "config.json").write_text("{}")
     best_json = {"step": step, "metric": "val/x/avg@4", "value": best} if best is not None else None
@@ -57,6 +66,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "state.json of another program": (lambda d: (d / "state.json").write_text("[]"), "state.json is damaged"),
     "empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), "state.json is missing"),
     "directory gone": (shutil.rmtree, "state.json is missing"),
+    "digests of another kind": (lambda d: edit_state(d, sha256=[]), "state.json is damaged"),
 }
 
 
@@ -77,6 +87,62 @@ def test_a_damaged_one_is_skipped_and_reported(tmp_path: Path, kind: str) -> Non
         ValueError, match="no checkpoint in .* is complete: .*expected one to resume from: copy it again"
     ):
         find_checkpoint(tmp_path)
+
+
+def edit_state(directory: Path, **changes: Any) -> None:
+    """Changes keys of a checkpoint's state.json; None removes one."""
+    state = {**json.loads((directory / "state.json").read_text()), **changes}
+    state = {key: value for key, value in state.items() if value is not None}
+    (directory / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda d: (d / "shard").write_text("weights 5"), "shard has another sha256 than when it was written"),
+        (lambda d: (d / "hf" / "config.json").write_text("[]"), "hf/config.json has another sha256 than"),
+        (lambda d: edit_state(d, step=5), "state.json has another content than when it was written"),
+    ],
+)
+def test_other_content_of_the_same_size(tmp_path: Path, harm: Callable[[Path], Any], reason: str) -> None:
+    for step in (2, 4):
+        write(tmp_path, step)
+    harm(directory(tmp_path, 4))
+    found, notes = find_checkpoint(tmp_path)
+    assert found == 2
+    (note,) = notes
+    assert note.startswith(f"{directory(tmp_path, 4)} is damaged ({reason}") and note.endswith(") and was skipped")
+
+
+def test_weights_are_compared_apart_from_small_files(tmp_path: Path) -> None:
+    """By all ranks together: `find_checkpoint` is called on every rank, and is told what they have found."""
+    for step in (2, 4):
+        checkpoints.partial_directory(tmp_path, step).mkdir(parents=True)
+        (checkpoints.partial_directory(tmp_path, step) / "__0_0.distcp").write_text(f"weights {step}")
+        write_more(tmp_path, step)
+    newest = directory(tmp_path, 4)
+    assert find_damage_inside(newest) is None
+    (newest / "__0_0.distcp").write_text("weights 0")
+    assert find_checkpoint(tmp_path) == (4, [])
+    damage = find_damage_inside(newest)
+    assert damage == "is damaged (__0_0.distcp has another sha256 than when it was written)"
+    assert find_checkpoint(tmp_path, {4: damage}) == (2, [f"{newest} {damage} and was skipped"])
+    with pytest.raises(ValueError, match=r"__0_0\.distcp has another sha256.*copy them again, or name another"):
+        refuse_damage(newest, together=False)
+    (newest / "hf" / "config.json").write_text("[]")
+    (newest / "__0_0.distcp").write_text("weights 4")
+    refuse_damage(newest, together=False)  # a user may change what describes the model
+    refuse_damage(newest / "hf", together=False)  # no checkpoint of a training run
+
+
+def test_a_checkpoint_without_digests(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    assert has_digests(directory(tmp_path, 4))
+    edit_state(directory(tmp_path, 4), sha256=None, state_sha256=None)
+    (directory(tmp_path, 4) / "shard").write_text("weights 5")
+    assert find_checkpoint(tmp_path) == (4, [])
+    assert not has_digests(directory(tmp_path, 4))
+    assert find_damage_inside(directory(tmp_path, 4)) is None
 
 
 def test_tracker(tmp_path: Path) -> None:
@@ -167,7 +233,7 @@ FORMAT_2 = {
 
 
 def rewrite_state(root: Path, step: int, state: dict[str, Any]) -> None:
-    """Gives a checkpoint another state.json, with the sizes of its own files."""
+    """Gives a checkpoint another state.json, with the sizes of its own files, as earlier versions wrote it."""
     file = directory(root, step) / "state.json"
     file.write_text(json.dumps({**state, "files": json.loads(file.read_text())["files"]}))
 
@@ -176,7 +242,8 @@ def test_state_of_the_current_format(tmp_path: Path) -> None:
     """All keys are snake_case, and a state is read back as it was written."""
     checkpoints.partial_directory(tmp_path, 4).mkdir(parents=True)
     commit_checkpoint(tmp_path, {name: value for name, value in FORMAT_2.items() if name != "format"})
-    assert read_state(directory(tmp_path, 4)) == {**FORMAT_2, "files": {}}
+    digest = read_state(directory(tmp_path, 4))["state_sha256"]
+    assert read_state(directory(tmp_path, 4)) == {**FORMAT_2, "files": {}, "sha256": {}, "state_sha256": digest}
     written = (directory(tmp_path, 4) / "state.json").read_text()
     assert all(name.isidentifier() and name.islower() for name in json.loads(written))
 

@@ -101,8 +101,8 @@ def files(config: dict[str, Any], **changes: Any) -> Any:
     ],
 )
 def test_config_values(student: Any, teacher: Any, code: str | None) -> None:
-    limits = {"rollout.max_new_tokens": 256}
-    found = list(config_values(student, teacher, response_tokens=limits, shares_ids=False))
+    run = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", "rollout.max_new_tokens=256"])
+    found = list(config_values(run, student, teacher, shares_ids=False))
     assert codes(found) == ([] if code is None else [code])
     if code == "rope-theta-differs":
         theta = f"{teacher.spec.rope.theta:g}"
@@ -174,3 +174,31 @@ def test_what_the_data_command_counts(tmp_path: Path) -> None:
     assert codes(list(prompt_files(twice))) == ["duplicate-prompts", "contradicting-answers"]
     once = with_files(tmp_path, own * 2, other, "data.deduplicate=true")
     assert codes(list(prompt_files(once))) == ["contradicting-answers"]
+
+
+def test_the_form_of_answers_and_the_grader(tmp_path: Path) -> None:
+    """GSM8K's answers under a data source of another name, and what a grader that was named makes of them."""
+    own, other = [[f"What comes after {name} {i}?" for i in range(40)] for name in ("number", "letter")]
+
+    def found(answer: str, *overrides: str, box: bool = False) -> list[Finding]:
+        made = with_files(tmp_path, own, [f"{text} {BOXED if box else ''}" for text in other], *overrides)
+        rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
+        rows = [{**row, "answer": answer.replace("100", row["answer"])} for row in rows]
+        (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return list(prompt_files(made))
+
+    hashed = "99 + 1 = 100, so it is 100.\n#### 100"
+    (chosen,) = found(hashed)
+    assert chosen.verdict == "ok" and "'number' reads, which grades them in place of 'boxed'" in chosen.text
+    (unlike,) = found(hashed, "evaluation.graders={val: boxed}")
+    assert (
+        unlike.code == "answers-unlike-grader" and "40 of 40 answers have the form that 'number' reads" in unlike.text
+    )
+    assert "fix: the final answer alone in the file, or evaluation.graders.val" in unlike.text
+    assert codes(found(hashed, "evaluation.graders={val: boxed}", box=True)) == []
+    assert codes(found(hashed, "evaluation.graders={val: exact}", box=True)) == ["answers-unlike-grader"]
+    (refused,) = found("100 or more, or 200", "evaluation.graders={val: choice}")
+    assert "40 of 40 answers are refused" in refused.text
+    (solution,) = found("We add one to the number that stands there, which then makes exactly what was asked for, 100.")
+    assert "40 of 40 answers are worked solutions without a mark" in solution.text
+    assert codes(found("100")) == codes(found(r"So we get $\boxed{100}$.")) == []

@@ -10,7 +10,8 @@ import yaml
 from nemo_rl_recipes import put, write_recipes
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.from_nemo_rl.keys import ranks, translate
+from nemo_oprd.commands.from_nemo_rl.keys import translate
+from nemo_oprd.commands.from_nemo_rl.models import ranks
 from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
 from nemo_oprd.config.loading import from_composed, load_config
 
@@ -25,10 +26,10 @@ def test_inheritance(tmp_path: Path) -> None:
     """Later files win, `_override_` replaces a group, and references see the values of the last file."""
     (tmp_path / "low").mkdir()
     (tmp_path / "low" / "a.yaml").write_text("n: 2\nm: ${mul:${n}, 3}\ng: {x: 1, y: 2}\nlist: [{a: 1}]")
-    (tmp_path / "b.yaml").write_text("g: {y: 5}\nhalf: ${div:${n}, 2}\nmost: ${max:${n}, 3}")
+    (tmp_path / "b.yaml").write_text("g: {y: 5}\nhalf: ${div:${n}, 2}\nmost: ${max:${n}, 3}\nmore: ${add:${n}, 1}")
     (tmp_path / "top.yaml").write_text("defaults: [low/a.yaml, b.yaml]\nn: 4\nlist: [{b: 2}]")
     (tmp_path / "over.yaml").write_text("defaults: top.yaml\ng: {_override_: true, z: 9}")
-    values = {"n": 4, "m": 12, "g": {"x": 1, "y": 5}, "list": [{"b": 2}], "half": 2.0, "most": 4}
+    values = {"n": 4, "m": 12, "g": {"x": 1, "y": 5}, "list": [{"b": 2}], "half": 2.0, "most": 4, "more": 5}
     assert load_recipe(tmp_path / "top.yaml") == values
     assert load_recipe(tmp_path / "over.yaml") == {**values, "g": {"z": 9}}
 
@@ -44,7 +45,10 @@ def test_inheritance(tmp_path: Path) -> None:
         ("a: ${b}", "Interpolation key 'b' not found.*expected a recipe of NeMo-RL"),
         ("- a", "holds a ListConfig; expected a mapping of keys"),
         ("a: [", "expected a recipe of NeMo-RL: correct the file"),
-        ("a: ${add:1, 2}", "Unsupported interpolation type add"),  # NeMo-RL has none
+        ("a: ${sub:1, 2}", "Unsupported interpolation type sub"),  # NeMo-RL has none
+        ("a: ${oc.env:NOT_SET_ANYWHERE}", "Environment variable 'NOT_SET_ANYWHERE' not found.*: set that variable"),
+        ("a: " + "[" * 5000, "groups or lists inside each other without end; expected a recipe of NeMo-RL"),
+        ("a: &a {b: *a}", "recipe.yaml: an alias stands inside its own anchor; expected values that end"),
         ("policy: {model_name: x}", "policy.model_name and teacher.model_name .*expected a distillation recipe"),
     ],
 )
@@ -132,6 +136,96 @@ def test_what_is_not_the_same_is_said(recipes: Path) -> None:
     assert config["teacher"] == {"hf_path": "models/B", "reads": "text"} and "output" not in config["loss"]
     assert "teachers.1=c/D: left out" in notes
     assert ranks({"cluster": {"gpus_per_node": 4, "num_nodes": 3}}) == 12
+
+
+def test_multi_teacher_recipe(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MOPD: teachers by the agents of NeMo Gym, on GPUs of their own, and the log ratio at the sampled tokens."""
+    config = converted(recipes / "mopd.yaml", "--models", "m")
+    assert config.student.hf_path == "m/Small" and config.teacher.hf_path is None
+    assert [(each.name, each.hf_path, each.data_sources) for each in config.teachers] == [
+        ("general", "m/general", None),
+        ("org-a-math", "m/org-a-math", ["math_agent", "mcqa_agent"]),
+        ("org-b-math", "m/org-b-math", ["proof_agent"]),
+    ]
+    assert (config.teacher.parallel.tensor, config.teacher.parallel.expert) == (2, 4)
+    assert (config.teacher.placement, config.teacher.ranks, config.teacher.parallel.dispatcher) == (
+        "dedicated",
+        8,
+        "allgather",
+    )
+    assert (config.train.steps, config.train.prompts_per_step, config.rollout.per_prompt, config.seed) == (40, 8, 2, 7)
+    assert (config.rollout.max_lag, config.rollout.correction, config.rollout.correction_range) == (2, "mask", (0.2, 5))
+    output = config.loss.output
+    assert (output.kind, output.weight, output.aggregation, output.temperature) == (
+        "sampled_token",
+        1.0,
+        "token_mean",
+        0.8,
+    )
+    assert config.loss.representation.layers == "none"
+    assert (config.data.train, config.data.validation, config.evaluation.every) == ("gym/train.jsonl", {}, 0)
+    assert config.data.chat_template_args == {"truncate_history_thinking": False, "enable_thinking": True}
+    assert config.data.chat_template == "m/Small/chat_template.jinja"
+    said = capsys.readouterr().out
+    for words in (
+        "- on_policy_distillation.teacher_model_by_agent_name.math_agent=org/a/math: put this model into m/org-a-math",
+        "the data source of a row chooses its teacher, and is the agent's name where the row has no other",
+        "- env.nemo_gym.policy_model_reasoning_off has chat_template_kwargs={'enable_thinking': False}",
+        "- data.validation: NeMo Gym's verifiers grade it",
+        "- grpo.overlong_filtering (True): responses that are cut off at their limit are trained on, too",
+        "- grpo (advantage_clip_low=-20): there is no reward",
+        "every teacher has GPUs of its own in NeMo-RL; here all are on the same teacher.ranks=8",
+        "- loss_fn (ratio_clip_max=0.28): the loss is the log ratio of the student to the teacher",
+    ):
+        assert words in said, words
+    # 32 GPUs without the 4 of the servers and the 8 of the teachers; 20 are left, of which 4 * 2 divides 16
+    assert said.rstrip().endswith("--ranks 28")
+    assert converted(recipes / "mopd.yaml", "--oprd").rollout.correction == "off"
+
+
+def test_one_teacher_of_agents(recipes: Path) -> None:
+    agents, alias = (
+        "on_policy_distillation__teacher_model_by_agent_name",
+        "on_policy_distillation__default_teacher_alias",
+    )
+    mopd, one = "mopd.yaml", {agents: {"any": "org/Large", "other": "org/Large/"}, alias: "any"}
+    config, notes = changed(recipes, mopd, **one, on_policy_distillation__strict_agent_name_match=True)
+    assert config["teacher"]["hf_path"] == "models/Large" and "teachers" not in config
+    assert "strict_agent_name_match=true: the one teacher has the rows of all agents" in notes
+    config, notes = changed(recipes, mopd, **one, policy__model_name=None)
+    assert config["student"]["hf_path"] == "models/student" and "policy.model_name=null: NeMo-RL's launcher" in notes
+    _, notes = changed(recipes, mopd, **one, on_policy_distillation__deduplicate_shared_teacher_checkpoints=False)
+    assert "deduplicate_shared_teacher_checkpoints=false: a model that teaches several agents is held once" in notes
+    config, _ = changed(recipes, mopd, on_policy_distillation__strict_agent_name_match=True)
+    assert config["teachers"][0]["data_sources"] == ["default_agent"]
+    config, _ = changed(recipes, mopd, on_policy_distillation__non_colocated_teachers__enabled=False)
+    assert "teacher" not in config
+    for key, value, words in (
+        (agents, {}, "teacher_model_by_agent_name={}: expected names of agents"),
+        (agents, {"any": None}, "expected names of agents, each with the model of its teacher"),
+        (alias, "nobody", "default_teacher_alias='nobody': expected one of default_agent, math_agent"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            changed(recipes, mopd, **{key: value})
+
+
+def test_weights_of_sampled_tokens(recipes: Path) -> None:
+    def correction(**keys: Any) -> tuple[str | None, Any, str]:
+        config, notes = changed(recipes, "mopd.yaml", **keys)
+        return config["rollout"].get("correction"), config["rollout"].get("correction_range"), notes
+
+    key = "loss_fn__truncated_importance_sampling_"
+    assert correction(**{f"{key}type": "tis", f"{key}ratio_min": None})[:2] == ("truncate", [0.0, 5.0])
+    mode, _, notes = correction(**{f"{key}type": "seq-mask-tis"})
+    assert mode == "truncate" and "truncated_importance_sampling_type=seq-mask-tis" in notes
+    # a lag needs one
+    off = {"loss_fn__use_importance_sampling_correction": False}
+    mode, _, notes = correction(**off)
+    assert mode == "truncate" and "use_importance_sampling_correction=false" in notes
+    assert correction(**off, grpo__async_grpo__enabled=False)[0] is None
+    assert changed(recipes, "mopd.yaml", loss_fn__token_level_loss=False)[0]["loss"]["output"]["aggregation"] == (
+        "sequence_mean"
+    )
 
 
 def test_printed_without_a_file(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "recompute": ("megatron.yaml", {"policy.megatron_cfg.activation_checkpointing": True}),
     "in process": ("base.yaml", {"policy.generation.backend": "megatron"}),
     "best": ("base.yaml", {"checkpointing.metric_name": "val:accuracy"}),
+    "mopd": ("mopd.yaml", {}),
     SEVERAL: ("base.yaml", {"teacher": None, "teachers": [{"model_name": "a/B"}, {"model_name": "c/D"}]}),
 }
 _LAYOUT = {
@@ -35,6 +37,7 @@ _LAYOUT = {
     "expert_model_parallel_size": 8,
     "expert_tensor_parallel_size": 8,
 }
+_TEACHERS = "on_policy_distillation.non_colocated_teachers.default_teacher_cfg"
 _OF_MEGATRON = {**_LAYOUT, "sequence_parallel": False, "tensor_model_parallel_size": 16, "enabled": False}
 # every key that the translator asks for -> an unusual value, by case
 UNUSUAL: dict[str, dict[str, Any]] = {
@@ -133,6 +136,37 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     },
     "in process": {"policy.generation.colocated.enabled": False},
     "best": {"checkpointing.metric_name": "val:odd", "checkpointing.higher_is_better": False},
+    "mopd": {
+        **{f"{_TEACHERS}.{key}": value for key, value in _LAYOUT.items()},
+        f"{_TEACHERS}.tensor_model_parallel_size": 16,
+        f"{_TEACHERS}.megatron_cfg_overrides.moe_token_dispatcher_type": "odd",
+        f"{_TEACHERS}.num_nodes": 17,
+        f"{_TEACHERS}.gpus_per_node": 17,
+        f"{_TEACHERS}.precision": "fp16",
+        "on_policy_distillation.teacher_model_by_agent_name": {"default_agent": "org/Odd", "math_agent": "org/B"},
+        "on_policy_distillation.default_teacher_alias": "math_agent",
+        "on_policy_distillation.strict_agent_name_match": True,
+        "on_policy_distillation.deduplicate_shared_teacher_checkpoints": False,
+        "on_policy_distillation.non_colocated_teachers.enabled": False,
+        "policy.is_vlm": True,
+        "grpo.seed": 17,
+        "grpo.num_prompts_per_step": 17,
+        "grpo.num_generations_per_prompt": 17,
+        "grpo.max_num_steps": 17,
+        "grpo.adv_estimator.name": "grpo",
+        "grpo.async_grpo.enabled": False,
+        "grpo.async_grpo.max_trajectory_age_steps": 17,
+        "grpo.async_grpo.in_flight_weight_updates": True,
+        "loss_fn.token_level_loss": False,
+        "loss_fn.use_importance_sampling_correction": False,
+        "loss_fn.truncated_importance_sampling_type": "tis",
+        "loss_fn.truncated_importance_sampling_ratio": 17.0,
+        "loss_fn.truncated_importance_sampling_ratio_min": 0.123,
+        "env.should_use_nemo_gym": False,
+        "env.nemo_gym.policy_model.responses_api_models.vllm_model.chat_template_kwargs": {"odd": True},
+        "env.nemo_gym.policy_model.responses_api_models.vllm_model.extra_body.chat_template_kwargs": {"odd": True},
+        "env.nemo_gym.policy_model_reasoning_off.responses_api_models.vllm_model.chat_template_kwargs": {"odd": True},
+    },
     SEVERAL: {"teachers.0.model_name": "org/Odd", "teachers.1.model_name": "org/Odd"},
 }
 # asked for to leave them out of the notes: groups of what is switched off, and of what a note was made of
@@ -143,6 +177,8 @@ _OFF = (
     *(f"logger.{name}" for name in ("wandb", "swanlab", "mlflow", "tensorboard", "gpu_monitoring", "monitor_gpus")),
     *(f"policy.generation.{name}" for name in ("vllm_cfg", "colocated")),
     "teachers.1",
+    "data.validation",
+    "on_policy_distillation.enabled",
     "checkpointing",
 )
 
@@ -156,7 +192,8 @@ def test_every_key_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     get = Recipe.get
 
     def recorded(self: Recipe, key: str, default: Any = None) -> Any:
-        read.add(key.replace("teachers.0", "teacher"))  # the same keys
+        # the same keys
+        read.add(re.sub(r"^grpo\.(?=(max_)?val_)", "distillation.", key.replace("teachers.0", "teacher")))
         return get(self, key, default)
 
     monkeypatch.setattr(Recipe, "get", recorded)

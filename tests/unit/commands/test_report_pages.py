@@ -7,8 +7,10 @@ import json
 import re
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from report_runs import PROBLEMS, TOKENS, make_run
 
 from nemo_oprd.cli import main
@@ -18,6 +20,7 @@ from nemo_oprd.commands.report.numbers import interval, number, signed
 from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.commands.report.panels import training_minutes
 from nemo_oprd.commands.report.tokens import token_panel
+from nemo_oprd.evaluation.intervals import Difference
 from nemo_oprd.evaluation.set_metrics import MEANINGS
 from nemo_oprd.observability.run_reader import read_run
 
@@ -78,16 +81,17 @@ def test_paired_differences_are_those_of_grade(runs: list[Path], page: str) -> N
     heads = re.findall(r'<th class="number">(.*?)</th>', section(page, "Paired differences"))
     assert heads == ["avg", "best@2", "maj@2", "avg_len", "truncated", "no_answer", "dist_4g"]
     assert [row[1] for row in table] == [
-        "a after step 6 minus before training",
-        "a after step 6 minus teacher",
-        "b after step 6 minus before training",
-        "b after step 6 minus teacher",
-        "b after step 6 minus a after step 6",
+        "before training → a after step 6",
+        "teacher → a after step 6",
+        "before training → b after step 6",
+        "teacher → b after step 6",
+        "a after step 6 → b after step 6",
     ]
     written = json.loads((runs[0] / "evaluations" / "step_0000006" / "differences.json").read_text())
     for column, metric in enumerate(heads):
-        low, high = (signed(metric, value) for value in written[f"val/sums/{metric}/ci"])
-        assert table[0][2 + column] == f"{signed(metric, written[f'val/sums/{metric}'])} [{low}, {high}]"
+        value, bounds = written[f"val/sums/{metric}"], written[f"val/sums/{metric}/ci"]
+        value, low, high = (signed(metric, each, Difference(value, *bounds)) for each in (value, *bounds))
+        assert table[0][2 + column] == f"{value} [{low}, {high}]"
     assert table[0][2].startswith("+50.0 ") and table[4][2].startswith(f"{MINUS}30.0 ")
     colours = re.findall(r'<span class="(better|worse|other|)">', section(page, "Paired differences"))
     of_row = len(heads)
@@ -126,6 +130,118 @@ def test_differing_settings(page: str) -> None:
 
 def test_one_run_differs_from_nothing(runs: list[Path], tmp_path: Path) -> None:
     assert "Settings that differ" not in write_report(runs[:1], tmp_path / "report.html").read_text()
+
+
+def leads(page: str) -> list[str]:
+    """The sentences at the top of the page."""
+    texts = re.findall(r'<p class="lead">(.*?)</p>', page, flags=re.DOTALL)
+    return [html.unescape(re.sub(r"<[^>]*>", "", text)).strip() for text in texts]
+
+
+def card(page: str) -> dict[str, str]:
+    """The first run's summary."""
+    return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html.unescape(page.split("</article>")[0])))
+
+
+def test_the_page_begins_with_a_sentence_per_run(runs: list[Path], page: str) -> None:
+    first, second = leads(page)
+    assert first == "a 83 % of the gap closed: 30.0 → 80.0 %, teacher 90.0 %, 6 min 40 s on 2 ranks"
+    assert second == "b 33 % of the gap closed: 30.0 → 50.0 %, teacher 90.0 %, 6 min 40 s on 2 ranks"
+    assert page.index(first[2:]) < page.index("<nav>")
+
+
+UNFINISHED = "After 4 of 6 steps, unfinished: "
+VALUES = {"val/sums/avg@2": 0.643, "val/sums/teacher/avg@2": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "says"),
+    [
+        (VALUES, {"val/sums/avg@2": 0.986}, "96 % of the gap closed: 64.3 → 98.6 %, teacher 100.0 %, 6 min 48 s"),
+        (VALUES, {"val/sums/avg@2": 0.5}, f"{MINUS}40 % of the gap closed: 64.3 → 50.0 %, teacher 100.0 %, 6 min 48 s"),
+        (VALUES | {"val/sums/teacher/avg@2": 0.643}, {"val/sums/avg@2": 0.7},
+         "64.3 → 70.0 %, teacher 64.3 %, which was not ahead, 6 min 48 s"),
+        (VALUES | {"val/sums/teacher/avg@2": 0.6}, {"val/sums/avg@2": 0.7},
+         "64.3 → 70.0 %, teacher 60.0 %, which was not ahead, 6 min 48 s"),
+        ({"val/sums/avg@2": 0.643}, {"val/sums/avg@2": 0.7}, "64.3 → 70.0 %, 6 min 48 s"),
+        (VALUES, {"rep/loss": 0.5}, f"{UNFINISHED}64.3 % before training, teacher 100.0 %, 6 min 48 s"),
+        ({"rep/loss": 2.0}, {"rep/loss": 0.5}, f"{UNFINISHED}rep/loss 2 → 0.5 in 2 steps, 6 min 48 s"),
+        (VALUES | {"val/other/avg@4": 0.5}, {"val/sums/avg@2": 0.986, "val/other/avg@4": 0.25},
+         "other: 50.0 → 25.0 %; sums: 96 % of the gap closed: 64.3 → 98.6 %, teacher 100.0 %, 6 min 48 s"),
+        (VALUES, {"val/sums/avg@2": None, "rep/loss": 1.0},
+         f"{UNFINISHED}64.3 % before training, teacher 100.0 %, 6 min 48 s"),
+    ],
+)  # fmt: skip
+def test_sentences(tmp_path: Path, first: dict, last: dict, says: str) -> None:
+    """What is unknown is left out: a teacher, a second evaluation, the number of ranks."""
+    run = make_run(tmp_path / "a")
+    step = 4 if "unfinished" in says else 6
+    lines = [{"step": 0, "time": 0.0, **first}, {"step": step, "time": 408.0, **last}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "environment.json").unlink()
+    assert leads(write_report([run], tmp_path / "report.html").read_text()) == [says]
+
+
+def write_settings(run: Path, **changes: Any) -> None:
+    """Changes groups of a run's configuration, and records the start of a run on one rank."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    for group, values in changes.items():
+        config[group] = {**config[group], **values} if isinstance(values, dict) else values
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    size = {"model_type": "qwen2", "layers": 28, "hidden_size": 1536, "parameters": 1_543_714_304}
+    start = {
+        "started": "2026-01-31T12:34:56Z", "nemo_oprd": "0.1.0", "python": "3.12.1", "device": "cpu", "ranks": 1,
+        "packages": {"torch": "2.13.0", "megatron-core": "0.19.2"}, "layouts": {"student": "TP2 DP1 +SP"},
+        "model_sizes": {"student": size, "teacher": size, "teachers[1]": {**size, "parameters": None}},
+    }  # fmt: skip
+    (run / "environment.json").write_text(json.dumps([start, start]))
+
+
+def test_who_taught(tmp_path: Path) -> None:
+    """Names, sizes, layouts, weights, what the teacher knows; several teachers, each for its data sources."""
+    run, file = make_run(tmp_path / "a"), tmp_path / "report.html"
+    size = "qwen2, 28 layers, width 1,536"
+    write_settings(run, seed=7, teacher={"prompt": "{prompt} It is {answer}.", "placement": "dedicated"})
+    shown = card(write_report([run], file).read_text())
+    assert (
+        shown["Student"] == f"models/student ({size}, 1.54 B parameters)" and shown["Student layout"] == "TP2 DP1 +SP"
+    )
+    assert shown["Teacher"] == f"models/teacher ({size}, 1.54 B parameters)"
+    assert shown["Teacher layout"] == "dedicated"  # of a record without it, what is known
+    assert shown["Teacher's prompt"] == "{prompt} It is {answer}. (it knows the answer)"
+    assert shown["Seed"] == "7" and shown["Started"] == "2026-01-31 12:34 UTC, 2 starts"
+    assert shown["Machine"] == "1 rank, cpu"
+    assert shown["Versions"] == "nemo_oprd 0.1.0, python 3.12.1, torch 2.13.0, megatron-core 0.19.2"
+    write_settings(run, teacher={"weights": "ema", "ema_decay": 0.99, "system_prompt": "Be brief."})
+    shown = card(write_report([run], file).read_text())
+    assert shown["Teacher"] == "the moving average of the student, decay 0.99"
+    assert shown["Teacher's system prompt"] == "Be brief."
+    several = [
+        {"hf_path": "m/one", "data_sources": ["gsm8k", "math"], "weight": 2.0, "bridge": "b", "engine": "vllm"},
+        {"checkpoint": "m/two", "name": "rest", "data_sources": None, "chat_template_args": {"thinking": True}},
+    ]
+    write_settings(run, teachers=several, teacher={"weights": "own", "reads": "text"})
+    shown = card(write_report([run], file).read_text())
+    assert "Teacher" not in shown and shown["Teacher reads"] == "the text, in its own tokens"
+    assert shown["Teacher gsm8k+math"] == (
+        "m/one, data sources gsm8k, math, weight 2.0, bridge b, computed by vLLM servers"
+    )
+    assert shown["Teacher rest"] == f"m/two ({size}), all other data sources"
+    assert shown["Teacher rest's chat template's arguments"] == "{'thinking': True}"
+
+
+def test_settings_of_a_single_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", lr=3e-4)
+    write_settings(run, seed=7, rollout={"per_prompt": 1, "endpoint": "http://me:secret@host:1"})
+    page = write_report([run], tmp_path / "report.html").read_text()
+    chosen = {row[0]: row[1:] for row in rows(section(page, "Settings")) if row}
+    assert chosen["train.lr"] == ["0.0003", "1e-05"] and chosen["seed"] == ["7", "0"]
+    assert chosen["data.validation.sums"] == ["sums.jsonl", "\N{EM DASH}"]
+    assert not {"rollout.per_prompt", "output"} & chosen.keys()  # the default, and the run's own name
+    everything = {row[0]: row[1:] for row in rows(section(page, "All settings")) if row}
+    assert everything["rollout.per_prompt"] == ["1"] and everything["environment.packages.torch"] == ["2.13.0"]
+    assert everything["rollout.endpoint"] == ["http://...@host:1"] and "secret" not in page
+    assert "<details>" in page and 'href="#settings"' in page
 
 
 def test_where_time_went(runs: list[Path], page: str) -> None:
@@ -246,7 +362,7 @@ def test_an_unfinished_run_refreshes(tmp_path: Path) -> None:
     assert read_run(run, "a").unfinished  # the evaluation after the last step is missing
     metrics.write_text(metrics.read_text() + json.dumps({"step": 6, "time": 2100.0, "val/sums/avg@2": 0.5}) + "\n")
     page = write_report([run], tmp_path / "report.html").read_text()
-    assert "refresh" not in page and "unfinished" not in page
+    assert "http-equiv" not in page and ", unfinished" not in page
 
 
 def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +423,11 @@ def test_a_bridge_has_its_curve(tmp_path: Path) -> None:
 def test_numbers() -> None:
     assert number("val/x/pass@2", 0.125) == "12.5\N{NO-BREAK SPACE}%" and number("val/x/avg_len", 1234.5) == "1,234"
     assert interval("val/x/maj@4", [0.1, 0.25]) == "[10.0, 25.0]" and interval("x", None) == ""
-    assert signed("avg", -0.125) == f"{MINUS}12.5" and signed("avg_len", 3.25) == "+3.25"
+    gap, small = Difference(-0.125, -0.25, 0.0), Difference(0.0002, 0.0001, 0.0004)
+    assert signed("avg", gap.value, gap) == f"{MINUS}12.5" and signed("avg_len", 3.25, gap) == "+3.25"
+    # a difference that is real is not shown as 0
+    assert [signed("avg", each, small) for each in (small.value, small.low, small.high)] == ["+0.02", "+0.01", "+0.04"]
+    assert signed("avg_len", small.low, small) == "+0.0001"
     assert pages.REFRESH_S > 0
 
 

@@ -270,3 +270,89 @@ def test_nothing_is_suggested_for_a_key_like_no_other() -> None:
 def test_other_programs_names_lead_to_keys() -> None:
     known = {key.name for key in keys(Config)}
     assert set(USUAL_NAMES.values()) <= known and not set(USUAL_NAMES) & known
+
+
+PASSWORD = "hunter2-of-mine"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.vllm.endpoints=['http://me:{}@node7:8000']",
+        "rollout.vllm.endpoints=[http://me:{}@node7:8000]",
+        "rollout.vllm.endpoints=http://me:{}@node7:8000",
+        "rollout.vllm.endpoints=['http://{}@node7']",
+        "rollout.vllm.endpoints=['https://me:a/{} b@c@node7']",
+        "rollout.vllm.endpoints=['http://node7:8000/?api_key={}']",
+        "rollout.vllm.endpoints={{a: 'http://me:{}@node7'}}",
+        "rollout.vllm.endpoints=[['http://me:{}@node7']]",
+        "rollout.vllm.endpoints=['http://me:{}@node7'",
+        "teacher.vllm.endpoints=['http://me:{}@node7:8000']",
+        "teachers=[{{hf_path: a, endpoints: ['http://me:{}@node7:8000']}}]",
+        "teachers.0.endpoints=['http://me:{}@node7:8000']",
+        "rollout.vllm.endpoint=['http://me:{}@node7:8000']",
+        "data.train=https://me:{}@node7/prompts.jsonl",
+        "data.train={{'https://me:{}@node7/prompts.jsonl': 1}}",
+        "seed=http://me:{}@node7",
+        "http://me:{}@node7",
+        "rollout.vllm.flags=[--api-key,{}]",
+        "rollout.vllm.flags=[--api_k={}]",
+        "rollout.vllm.flags=['--hf-token={}']",
+    ],
+)
+def test_no_message_quotes_a_password(override: str, tmp_path: Path) -> None:
+    """Whoever refuses it: this project, Hydra's grammar, OmegaConf or pydantic."""
+    with pytest.raises(ValueError) as error:
+        load_config("verify", [*MODELS, override.format(PASSWORD)])
+    assert PASSWORD not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_password_in_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(f"rollout: {{vllm: {{endpoints: ['http://me:{PASSWORD}@node7']}}}}\n")
+    with pytest.raises(
+        ValueError, match=r"^rollout.vllm.endpoints.0 holds an address with a user name, .*not shown"
+    ) as e:
+        load_config("own", MODELS, tmp_path)
+    assert PASSWORD not in str(e.value)
+
+
+def test_addresses_without_secrets_are_taken() -> None:
+    urls = ["http://127.0.0.1:8000", "https://node7/v1?a=b", "unix:///run/a@b.sock"]
+    settings = ["data.train=s3/b@c/d.jsonl", f"rollout.vllm.endpoints=[{','.join(map(repr, urls))}]"]
+    assert load_config("verify", [*MODELS, *settings]).rollout.vllm.endpoints == urls
+
+
+@pytest.mark.parametrize("group", ["rollout.vllm", "teacher.vllm"])
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--host", None),
+        ("--hos", "--host"),
+        ("--po=1", "--port"),
+        ("--root_p", "--root-path"),
+        ("--API", ""),
+        ("--config", None),
+        ("--config=x", None),
+        ("--conf", "--config"),
+        ("--api_key", None),
+        ("--api-key.x", None),
+        ("--middleware+", None),
+        ("--hf-t", "--hf-token"),
+        ("--grpc", None),
+        ("--config-format", ""),
+        ("--hf-overrides", ""),
+        ("--max-num-seqs", ""),
+        ("-tp", ""),
+        ("--", ""),
+        (-1, ""),
+    ],
+)
+def test_flags_of_a_server(group: str, flag: str | int, meant: str | None) -> None:
+    """vLLM's parser takes beginnings of flags, underscores, and what follows `=`, `.` or `+`; "": the flag is taken."""
+    overrides = [*MODELS, f"{group}.flags=[{flag if isinstance(flag, int) else repr(flag)},x]"]
+    if meant == "":
+        load_config("verify", overrides)
+        return
+    short = "" if meant is None else f", which vLLM may read as {meant}"
+    with pytest.raises(ValueError, match=rf"^{group}.flags holds --[a-z-]+{short}, but .*expected other arguments"):
+        load_config("verify", overrides)

@@ -154,7 +154,8 @@ def test_the_command_says_everything(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4 of 4 problems of dirty stand in data.train (4 with the same text" in said[6]
     assert "5 of 6 training prompts contain a validation problem; they stay" in said[7]
     assert said[8] == f"data.train: 75.0% from {one} (4 prompts), 25.0% from {two} (2 prompts)"
-    assert said[9] == "data.contamination: no problem of clean was found in data.train" and len(said) == 10
+    assert said[9].startswith("data.train: no prompt is shown as the student reads it, because student.hf_path is no")
+    assert said[10] == "data.contamination: no problem of clean was found in data.train" and len(said) == 11
 
 
 def test_sets_that_are_not_evaluated_need_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.evaluation.agreement import (
     PromptAgreement,
     Response,
@@ -23,6 +24,7 @@ from nemo_oprd.evaluation.agreement import (
 )
 
 KNOWN, ROWS = 40, 48  # the embedding has 8 rows of padding
+IDS = TokenIds(KNOWN, ((10, 14),))
 EOS = (3, 7)
 PROMPTS = [[5, 9, 11], [20], [1, 2, 8, 9, 30]]
 
@@ -92,12 +94,14 @@ def test_means_are_over_all_tokens() -> None:
 
 def test_greedy_responses_are_the_most_probable_tokens(models: tuple[Any, Any]) -> None:
     """Token by token without a cache, one prompt at a time: padding and batches change nothing."""
-    found = sample_responses(models[0], PROMPTS, EOS, KNOWN, Sampling(6, 0.0, 0, batch=2))
+    found = sample_responses(models[0], PROMPTS, EOS, IDS, Sampling(6, 0.0, 0, batch=2))
     for prompt, response in zip(PROMPTS, found, strict=True):
         ids = list(prompt)
         while len(ids) < len(prompt) + 6 and (len(ids) == len(prompt) or ids[-1] not in EOS):
             with torch.no_grad():
-                ids.append(int(models[0](torch.tensor([ids])).logits[0, -1, :KNOWN].argmax()))
+                logits = models[0](torch.tensor([ids])).logits[0, -1, :KNOWN]
+                logits[~IDS.mask] = -torch.inf
+                ids.append(int(logits.argmax()))
         assert (response.prompt, response.tokens) == (prompt, ids[len(prompt) :])
         assert response.ended == (ids[-1] in EOS)
 
@@ -106,12 +110,14 @@ def test_samples_follow_the_seed_and_the_distribution(models: tuple[Any, Any]) -
     """Of 4,000 first tokens each one's share is within four standard errors of its probability."""
     draws, temperature = 4000, 1.5
     settings = Sampling(1, temperature, seed=3, batch=draws)
-    found = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, KNOWN, settings)
-    again = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, KNOWN, settings)
-    other = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, KNOWN, Sampling(1, temperature, seed=4, batch=draws))
+    found = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, IDS, settings)
+    again = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, IDS, settings)
+    other = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, IDS, Sampling(1, temperature, seed=4, batch=draws))
     assert found == again != other
     with torch.no_grad():
-        probabilities = (models[0](torch.tensor([PROMPTS[0]])).logits[0, -1, :KNOWN] / temperature).softmax(-1).numpy()
+        logits = models[0](torch.tensor([PROMPTS[0]])).logits[0, -1, :KNOWN] / temperature
+        logits[~IDS.mask] = -torch.inf
+        probabilities = logits.softmax(-1).numpy()
     shares = np.bincount([response.tokens[0] for response in found], minlength=KNOWN) / draws
     errors = np.sqrt(probabilities * (1 - probabilities) / draws)
     assert (np.abs(shares - probabilities) < 4 * errors + 1 / draws).all()

@@ -11,7 +11,7 @@ import pytest
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.evaluation.grading import equality as grade
-from nemo_oprd.evaluation.grading.extraction import final_part
+from nemo_oprd.evaluation.grading.extraction import final_part, form
 from nemo_oprd.evaluation.grading.graders import (
     BUILTIN,
     DATA_SOURCES,
@@ -38,7 +38,74 @@ CASES: list[tuple[str, str, str, str | None, bool]] = [
     ("boxed", r"<think>it is \boxed{5}, let me check that", "5", None, False),
     ("boxed", r"so far \boxed{5}, which has \boxed{1", "5", "5", True),
     ("boxed", r"\boxed{x = 5}", "5", "x = 5", True),
-    ("boxed", r"\boxed{4} or \boxed{5}", "4", "5", False),
+    ("boxed", r"\boxed{4} or \boxed{5}", "4", "4, 5", False),
+    ("boxed", r"\boxed{4} or \boxed{5}", "5", "4, 5", False),
+    # boxes side by side are one answer
+    *(
+        ("boxed", response, answer, extracted, True)
+        for response, answer, extracted in [
+            (r"\boxed{1}, \boxed{2} and \boxed{3}", "{1,2,3}", "1, 2, 3"),
+            (r"They are \boxed{3}, \boxed{1}, and \boxed{2}.", r"\{1, 2, 3\}", "3, 1, 2"),
+            (r"\[\boxed{k = 45} \quad \text{and} \quad \boxed{n = 2}\]", "k = 45, n = 2", "k = 45, n = 2"),
+            (r"$$\boxed{(4, 1)},\; \boxed{(1, 4)}$$", "(1,4),(4,1)", "(4, 1), (1, 4)"),
+            (r"$\boxed{(4, 1)} \text{ in case (a) and } \boxed{(1, 4)}$", "(1,4),(4,1)", "(4, 1), (1, 4)"),
+            (r"$\boxed{-7}$ and $\boxed{\frac12}$", "0.5, -7", r"-7, \frac12"),
+            ("\\(\\boxed{-7}\\), or\n\\(\\boxed{8}\\)", "8, -7", "-7, 8"),
+            ("**\\boxed{-7}**\n\nand\n\n**\\boxed{8}**", "8, -7", "-7, 8"),
+            (r"\boxed{3}\boxed{4}", "3, 4", "3, 4"),
+            (r"$x = \boxed{3}$ and $y = \boxed{4}$", "(3, 4)", "x = 3, y = 4"),
+            (r"\(y_1 = \boxed{(x+1)^2}\) and \( y_2 = \boxed{3x} \)", "y_1=x^2+2x+1,y_2=3x", "y_1 = (x+1)^2, y_2 = 3x"),
+            (r"$x = \boxed{3} \text{ or } \boxed{4}$", "3, 4", "3, 4"),
+            (r"$(\boxed{3}, \boxed{4})$", "(3,4)", "(3, 4)"),
+            (r"$\left[\boxed{3}, \boxed{4}\right)$", "[3,4)", "[3, 4)"),
+            (r"$\{\boxed{3}, \boxed{4}\}$", r"\{4,3\}", r"\{3, 4\}"),
+            (r"$x = \boxed{3}, y = \boxed{3}$", "(3,3)", "x = 3, y = 3"),
+            (r"\boxed{3}, \boxed{3}", "3", "3"),  # written again
+            (r"\boxed{3}, \boxed{4", "3", "3"),
+        ]
+    ),
+    *(
+        ("boxed", response, answer, extracted, False)
+        for response, answer, extracted in [
+            (r"\boxed{1}, \boxed{2} and \boxed{3}", "3", "1, 2, 3"),
+            (r"\boxed{1}, \boxed{2} and \boxed{3}", r"\{1, 2\}", "1, 2, 3"),
+            (r"\boxed{1}, \boxed{2} and \boxed{3}", r"\{1, 2, 4\}", "1, 2, 3"),
+            (r"\boxed{1}, \boxed{200}", "1,200", "1, 200"),
+            (r"\boxed{1} \boxed{2}", "12", "1, 2"),
+            (r"\boxed{1} \boxed{2}", "3", "1, 2"),
+            (r"$x = \boxed{3}$ and $y = \boxed{4}$", "(4, 3)", "x = 3, y = 4"),
+            (r"$x = \boxed{4}$ and $y = \boxed{3}$", "x = 3, y = 4", "x = 4, y = 3"),
+            (r"$(\boxed{3}, \boxed{4})$", r"\{3, 4\}", "(3, 4)"),
+            (r"$[\boxed{3}, \boxed{4}]$", "(3,4)", "[3, 4]"),
+            (r"$[\boxed{3}, \boxed{4})$", "[3,4]", "[3, 4)"),
+            # intermediate results: the last box alone is the answer, so that no list is made of them
+            (r"So $a = \boxed{3}$. $b = \boxed{4}$.", "3, 4", "4"),
+            (r"First $\boxed{3}$. Then $\boxed{4}$", "3, 4", "4"),
+            (r"We get \boxed{3}, so \boxed{4}", "3, 4", "4"),
+            (r"We get \boxed{3} and hence \boxed{4}", "3, 4", "4"),
+            (r"$a = \boxed{3}$, $b = \boxed{4}$ and $a + b = \boxed{7}$", "3, 4, 7", "7"),
+            (r"$\boxed{3} \text{. This gives, and } \boxed{4}$", "3, 4", "4"),
+            (r"$\boxed{3} + \boxed{4}$", "3, 4", "4"),
+            (r"$\boxed{3} = \boxed{4}$", "3, 4", "4"),
+            (r"$\frac{\boxed{3}}{\boxed{4}}$", "3, 4", "4"),
+            (r"$\boxed{3} \to \boxed{4}$", "3, 4", "4"),
+            (r"$\boxed{3}:\boxed{4}$", "3, 4", "4"),
+            (r"| \boxed{3} | \boxed{4} |", "3, 4", "4"),
+            ("1. $\\boxed{3}$\n2. $\\boxed{4}$", "3, 4", "4"),
+            ("$\\boxed{3}$\n\n$\\boxed{4}$", "3, 4", "4"),
+            ("\\boxed{3}\n\\boxed{4}", "3, 4", "4"),
+            (r"$\boxed{3}$ $\boxed{4}$", "3, 4", "4"),
+            (r"\boxed{3} \text{ cm}, \boxed{4}", "3, 4", "4"),
+            (r"\boxed{\boxed{3}} and \boxed{4}", "3, 4", "4"),
+        ]
+    ),
+    # of a worked solution as the reference answer, what its last line marks
+    ("boxed", r"\boxed{72}", "48 + 24 = 72 clips.\n#### 72", "72", True),
+    ("boxed", r"\boxed{24}", "48 + 24 = 72 clips.\n#### 72", "24", False),
+    ("boxed", r"\boxed{x+1}", "Thus.\n#### 1 + x", "x+1", True),
+    ("answer_line", "Answer: 72", "48 + 24 = 72 clips.\nAnswer: 72.", "72", True),
+    ("answer_line_or_boxed", r"\boxed{48}", "48 + 24 = 72 clips.\nAnswer: 72.", "48", False),
+    ("answer_line", r"Answer: $\boxed{3}$ and $\boxed{4}$", "4, 3", "3, 4", True),
     ("answer_line", "Answer: 34", "34", "34", True),
     ("answer_line", "Answer: $34$", "34", "34", True),
     ("answer_line", "x = 34.\n\nAnswer: 34.", "34", "34", True),
@@ -215,6 +282,13 @@ CASES: list[tuple[str, str, str, str | None, bool]] = [
     ("number", r"\boxed{500}", r"50\%", "500", False),
     ("number", r"\boxed{1.4142135}", r"\sqrt{2}", "1.4142135", True),
     ("number", r"\boxed{1.4}", r"\sqrt{2}", "1.4", False),
+    # no number and no letter: two of them are
+    ("number", r"\boxed{3} and \boxed{4}", "4", None, False),
+    ("number", r"$x = \boxed{3}$, $y = \boxed{4}$", "3", None, False),
+    ("number", r"\boxed{4}, \boxed{4}", "4", "4", True),
+    ("choice", r"\boxed{A} or \boxed{C}", "A", None, False),
+    ("choice", r"\boxed{A} or \boxed{C}", "C", None, False),
+    ("choice", r"\boxed{C}, \boxed{C}", "C", "C", True),
     ("choice", "The answer is (C).", "C", "C", True),
     ("choice", "The answer is (C).", "(C)", "C", True),
     ("choice", "Answer: C", "C", "C", True),
@@ -259,7 +333,25 @@ def test_every_grader_is_tested() -> None:
 @pytest.mark.parametrize("grader", BUILTIN)
 @pytest.mark.parametrize(
     "unit",
-    [r"\boxed{", "Answer: ", "answer", "1,", "<think>", "#### ", "((", "$", "**", "1", "\\", "{", "- ", ".", ".*"]
+    [
+        r"\boxed{",
+        r"\boxed{1}, ",
+        r"\boxed{1}, \boxed{",
+        "Answer: ",
+        "answer",
+        "1,",
+        "<think>",
+        "#### ",
+        "((",
+        "$",
+        "**",
+        "1",
+        "\\",
+        "{",
+        "- ",
+        ".",
+        ".*",
+    ]
     + ["the answer is 5 ", "a1 ", "x=", "\\text{", "\\frac{", "2^", "1/2", "5 or ", "1e", "| 1 ", "1 million "],
 )
 def test_long_degenerate_responses_are_graded_in_linear_time(grader: str, unit: str) -> None:
@@ -280,6 +372,47 @@ def test_the_data_source_chooses_and_a_named_set_overrules_it() -> None:
     assert choice.of("held", "AIME24").name == choice.of("held", None).name == "boxed"
     assert choice.of("quiz", "math_dapo").name == "choice"
     assert GraderChoice({"": "number"}).of("any", "math_dapo").name == "number"
+
+
+GSM8K = "She has 48 + 24 = <<48+24=72>>72 of them.\n#### 72"
+
+
+def test_the_form_of_the_answers_chooses_where_nothing_else_does() -> None:
+    choice = GraderChoice({"quiz": "boxed"})
+    mine = [("mine", GSM8K), ("mine", "#### 3"), ("other", "72"), ("math_dapo", "#### 5")]
+    (line,) = choice.read("held", mine)
+    assert (
+        "held: all answers of the data source 'mine'" in line and "'number'" in line and "in place of 'boxed'" in line
+    )
+    assert "evaluation.graders.held=NAME" in line
+    assert [choice.of("held", source).name for source, _ in mine[1:]] == ["number", "boxed", "answer_line_or_boxed"]
+    assert choice.of("held", "mine")("72 of them", GSM8K).correct
+    # of other sets, and of those with a grader of their own, nothing is said
+    assert choice.read("quiz", mine) == [] and choice.of("quiz", "mine").name == "boxed"
+    assert choice.of("more", "mine").name == "boxed"
+    # not all agree: `boxed` reads what is marked
+    assert choice.read("held", [("mine", GSM8K), ("mine", "72")]) == [] and choice.of("held", "mine").name == "boxed"
+
+
+@pytest.mark.parametrize(
+    ("answer", "grader"),
+    [
+        (GSM8K, "number"),
+        ("#### 3", "number"),
+        ("It is so.\n#### 1,800 dollars\n", "number"),
+        ("It is so.\n#### C", "choice"),
+        ("It is so.\nAnswer: x + 1", "answer_line_or_boxed"),
+        ("#### A heading\nIt is 5.", None),
+        ("#### x + 1", None),
+        ("Answer: 5 is wrong.\nIt is 6.", None),
+        ("72", None),
+        ("C", None),
+        (r"So it is $\boxed{72}$.", None),
+        ("", None),
+    ],
+)
+def test_forms_of_answers(answer: str, grader: str | None) -> None:
+    assert form(answer) == grader
 
 
 def test_grading_by_text_says_so_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,30 @@ def test_the_files_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "run: sums: graded by boxed (6 responses)" in said.err and "disagree about 1 answers" in said.err
 
 
+def test_the_form_of_the_answers_chooses_the_grader_and_the_log_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["so 4 of them", "5", "####10", "in all 10.", "7 in all", "none"]
+    file = write_generations(tmp_path, texts)
+    lines = [{**line, "answer": f"2 + 2 = <<2+2=4>>4\n#### {line['answer']}"} for line in read(file)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    grade(tmp_path, "--judge", "text")
+    said = capsys.readouterr().err
+    assert said.count("all answers of the data source 'toy' end in the form that 'number' reads") == 1
+    assert "--grader sums=NAME names another grader" in said and "graded by number (text) (6 responses)" in said
+    assert [line["correct"] for line in read(tmp_path / "grades" / "sums.jsonl")] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    grade(tmp_path, "--judge", "text", "--grader", "boxed")
+    assert {line["extracted"] for line in read(tmp_path / "grades" / "sums.jsonl")} == {None}
+    assert "'number'" not in capsys.readouterr().err
+
+
 def test_another_grader_replaces_all_grades_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("math_verify")
     file = write_generations(tmp_path)
@@ -120,7 +144,7 @@ def test_a_run_is_compared_with_its_beginning(tmp_path: Path, capsys: pytest.Cap
     grade(tmp_path / "run", "--judge", "text")
     out = capsys.readouterr().out
     assert out.index("run step 0 ") < out.index("run step 50 ") < out.index("run teacher ")
-    line = next(line for line in out.splitlines() if "run step 50 - run step 0" in line and " avg " in line)
+    line = next(line for line in out.splitlines() if "run step 0 -> run step 50" in line and " avg " in line)
     assert "+83.3 [+50.0, +100.0] points" in line and "real: the interval excludes 0" in line
     written = json.loads((tmp_path / "run" / "evaluations" / "step_0000050" / "differences.json").read_text())
     assert written["against"] == "run step 0" and written["val/sums/avg"] == pytest.approx(5 / 6)
@@ -128,7 +152,7 @@ def test_a_run_is_compared_with_its_beginning(tmp_path: Path, capsys: pytest.Cap
     lines = [{"step": step, "val/sums/avg@2": 0.1, "val/sums/best@2": 0.2, "val/sums/avg_len": 3.0} for step in (0, 50)]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = final_report(tmp_path / "run" / "metrics.jsonl")
-    assert "student after - before" in report and "+83.3 [+50.0, +100.0] points" in report
+    assert "student before -> after" in report and "+83.3 [+50.0, +100.0] points" in report
 
 
 def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +160,7 @@ def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     write_generations(tmp_path / "b")
     grade(tmp_path / "a", "--against", tmp_path / "b", "--judge", "text")
     out = capsys.readouterr().out
-    assert "sums  a - b" in out and "+0.0 [+0.0, +0.0] points" in out and "not shown: the interval contains 0" in out
+    assert "sums  b -> a" in out and "+0.0 [+0.0, +0.0] points" in out and "not shown: the interval contains 0" in out
     file = write_generations(tmp_path / "b")
     lines = read(file)
     file.write_text("".join(json.dumps({**line, "answer": "9"}) + "\n" for line in lines))
@@ -286,6 +310,7 @@ def test_no_model_and_no_torch(tmp_path: Path) -> None:
         (["RUN", "--grader", "plus=boxed"], "--grader plus=boxed: there is no such set, expected one of sums"),
         (["RUN", "--data", "plus=x.jsonl"], "--data plus=x.jsonl: there is no such set"),
         (["RUN", "--data", "missing.jsonl"], "missing.jsonl: no such file"),
+        (["RUN", "--data", "lists.jsonl"], "lists.jsonl: problem 1 has no answer to grade against, expected text or a"),
         (["RUN", "--judge", "maths"], "--judge='maths': expected one of math_verify, text"),
         (["RUN", "RUN2", "--output", "OUT"], "with 2 evaluations, expected one; omit it"),
         (["RUN", "--grader", "number", "--grader", "boxed"], "expected one value for each set"),
@@ -304,6 +329,8 @@ def test_mistakes_are_one_line_and_change_nothing(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    answers = ["4", ["10"], {"target": 7}]
+    (tmp_path / "lists.jsonl").write_text("".join(json.dumps({"problem": "?", "answer": a}) + "\n" for a in answers))
     (tmp_path / "EMPTY").mkdir()
     for name in ("RUN", "RUN2", "PARTLY", "DAMAGED", "SHORT", "TWICE"):
         file = write_generations(tmp_path / name)

@@ -13,6 +13,7 @@ from nemo_oprd.evaluation import intervals
 from nemo_oprd.evaluation import set_metrics as metrics
 from nemo_oprd.evaluation.grading.grade_sets import GradedSet
 from nemo_oprd.evaluation.intervals import (
+    Difference,
     bootstrap,
     ks_of,
     majority,
@@ -24,6 +25,7 @@ from nemo_oprd.evaluation.intervals import (
 )
 from nemo_oprd.evaluation.set_metrics import Sample as GradedSample
 from nemo_oprd.evaluation.set_metrics import distinct_ratio
+from nemo_oprd.evaluation.tables import differences
 
 
 def sample(problem: int, vote: str | None, correct: bool = False, **more: object) -> GradedSample:
@@ -138,6 +140,26 @@ def test_pairing_finds_a_small_difference_that_the_intervals_hide() -> None:
     assert (none.value, none.low, none.high, none.real) == (0, 0, 0, False)
     with pytest.raises(ValueError, match="evaluations of 3 and 4 problems"):
         paired_differences({"avg@1": np.zeros(4)}, {"avg@1": np.zeros(3)})
+
+
+def test_a_difference_that_cancels_is_0_and_a_small_one_shows_its_digits() -> None:
+    """A verdict and the numbers beside it agree: no "+0.0 [+0.0, +0.0] real"."""
+    third = np.array([2 / 3, 1.0, 1.0, 1 / 3, 2 / 3] * 4)
+    rounded = np.nextafter(third, 2)  # as sums in another order
+    gap = paired_differences({"avg@3": rounded}, {"avg@3": third})["avg"]
+    assert (rounded > third).all() and not gap.real
+    one, other = np.array([2 / 3, 2 / 3]), np.array([1 / 3, 1.0])
+    assert (one - other).mean() != 0 and paired_differences({"avg@3": one}, {"avg@3": other})["avg"].value == 0
+    few = np.zeros(14_000)
+    few[:6] = 0.5
+    small = paired_differences({"avg@2": few, "avg_len": few}, {"avg@2": 0 * few, "avg_len": 0 * few})
+    assert small["avg"].real
+    shares, lengths = differences({"sums": small}, "before", "after").splitlines()
+    assert "sums  before -> after  avg " in shares and "+0.02 [+0.01, +0.04] points " in shares
+    assert "+0.0002 [+0.0001, +0.0004] tokens  real: the interval excludes 0" in lengths and "real:" in shares
+    for gap, verdict in ((Difference(0.5, 0.0, 1.0), "contains"), (Difference(-0.5, -1.0, 0.0), "contains")):
+        assert not gap.real and verdict in differences({"s": {"avg": gap}}, "before", "after")
+    assert "-50.00 [-100.00, -0.04] points  real" in differences({"s": {"avg": Difference(-0.5, -1, -4e-4)}}, "a", "b")
 
 
 def test_the_metrics_of_a_set_by_hand() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,24 @@ def logprobs(hidden_ND: torch.Tensor, head_VD: torch.Tensor, tokens_N: torch.Ten
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("clip", [None, (0.1, 0.3)])
 @pytest.mark.parametrize("later", [False, True], ids=["first update", "later update"])
-def test_gradient(correction: Correction, clip: tuple[float, float] | None, later: bool) -> None:
-    """In chunks that don't divide the rows; in a later update the weight is that of the first."""
+@pytest.mark.parametrize("unsampled", [(), ((0, 1), (5, 8), (12, 13))], ids=["", "not all ids sampled"])
+def test_gradient(
+    correction: Correction, clip: tuple[float, float] | None, later: bool, unsampled: tuple[tuple[int, int], ...]
+) -> None:
+    """In chunks that don't divide the rows; in a later update the weight is that of the first.
+
+    The loss is over all ids. The ratio is of probabilities among those that can be sampled.
+    """
     case = problem()
+    case["shard"] = replace(case["shard"], unsampled=unsampled)
+    sampled = [i for i in range(IDS) if not any(start <= i < end for start, end in unsampled)]
+    case["tokens_N"] = torch.tensor(sampled)[case["tokens_N"] % len(sampled)]
+    log_mass = (case["hidden_ND"] @ case["head_VD"][:IDS].T).log_softmax(1)[:, sampled].logsumexp(1)
     hidden, head = case["hidden_ND"].clone().requires_grad_(), case["head_VD"].clone().requires_grad_()
     teacher, tokens = case["teacher"], case["tokens_N"]
     p, q = logprobs(hidden, head, tokens), logprobs(teacher.hidden, teacher.head.weight, tokens)
     old = p.detach() + torch.linspace(-0.4, 0.5, ROWS, dtype=torch.float64).roll(7) if later else None
-    sampler = p.detach() if old is None else old
+    sampler = p.detach() - log_mass if old is None else old - 0.5
     engine = sampler - torch.linspace(-0.9, 1.1, ROWS, dtype=torch.float64)
     weight = torch.tensor([plain_weight(correction, float(r)) for r in (sampler - engine).exp()], dtype=torch.float64)
     advantage = (q - p).detach()
@@ -86,11 +97,14 @@ def test_gradient(correction: Correction, clip: tuple[float, float] | None, late
 
     loss = OutputLoss("sampled_token", clip=clip, correction=correction)
     given = {**case, "chunk_tokens": 7, "old_logprob_N": old, "engine_logprob_N": engine}
+    given |= {"old_sampler_logprob_N": sampler if later else None}
     ours = chunked_output_loss(loss, **given, scale=3.0)
     assert float(ours.sums.loss) == pytest.approx(float(case["weight_N"] @ value.detach()), rel=1e-12)
     torch.testing.assert_close(ours.hidden, grad_hidden, rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(ours.head, grad_head, rtol=1e-10, atol=1e-13)
 
+    assert ours.sums.sampler_logprob is not None
+    torch.testing.assert_close(ours.sums.sampler_logprob, p.detach() - log_mass, rtol=1e-12, atol=1e-14)
     outside = ((weight != (sampler - engine).exp()) | (weight == 0)).double()
     assert 0 < float(outside.sum()) < ROWS
     for name, expected in (("", weight), ("_squared", weight**2), ("_outside", outside)):

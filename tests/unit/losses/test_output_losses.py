@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,37 @@ def test_value_and_gradient(loss: OutputLoss, tied: bool) -> None:
     without = output_rows(loss, padded(z), TOKENS, SHARD, teacher_logits_CV=padded(w), with_grad=False)
     assert without.grad_logits is None
     assert torch.equal(without.value, rows.value)
+
+
+# runs of ids that only one model knows, at the start, in the middle and before the last real id
+GAPS = ((0, 2), (17, 18), (40, 60))
+KEPT = [i for i in range(REAL) if not any(start <= i < end for start, end in GAPS)]
+
+
+@pytest.mark.parametrize("loss", DENSE + TOP_K[::3] + SINGLE, ids=name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_ids_between_others_that_are_left_out(loss: OutputLoss, dtype: torch.dtype) -> None:
+    """As if they were not there, although both models find them likely."""
+    z, w = logits(1), logits(2)
+    for each in (z, w):
+        each[:, [i for i in range(REAL) if i not in KEPT]] = 40 + each[:, :1]
+    place = torch.tensor([KEPT.index(i) if i in KEPT else n for n, i in enumerate(TOKENS.tolist())])
+    tokens, shard = torch.tensor(KEPT)[place], replace(SHARD, gaps=GAPS)
+    rows = output_rows(loss, padded(z.to(dtype)), tokens, shard, teacher_logits_CV=padded(w.to(dtype)))
+    value, gradient = plain(loss, z[:, KEPT], w[:, KEPT], tokens=place)
+    assert rows.grad_logits is not None
+    found = rows.grad_logits.double()
+    close = {"rtol": 1e-10, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
+    torch.testing.assert_close(rows.value.double(), value, **close)
+    torch.testing.assert_close(found[:, KEPT], gradient, **close)
+    found[:, KEPT] = 0
+    assert (found == 0).all()
+    both = [torch.log_softmax(each[:, KEPT] / loss.temperature, 1) for each in (z, w)]
+    for model, log_p in zip(("student", "teacher"), both, strict=True):
+        entropy = -(log_p.exp() * log_p).sum(1)
+        torch.testing.assert_close(rows.metrics[f"{model}_entropy"].double(), entropy, **close)
+        own = log_p.gather(1, place[:, None])[:, 0]
+        torch.testing.assert_close(rows.metrics[f"{model}_logprob"].double(), own, **close)
 
 
 def test_whole_vocabulary_as_support_is_the_whole_divergence() -> None:
@@ -257,24 +289,33 @@ def test_chunks(loss: OutputLoss, chunk_tokens: int, slab: int, monkeypatch: pyt
     "loss", [OutputLoss("top_k", 4), OutputLoss("full_vocab"), OutputLoss("sampled_token")], ids=name
 )
 @pytest.mark.parametrize("caps", [(1.5, None), (None, 0.7), (1.5, 0.7)])
-@pytest.mark.parametrize(("scale", "biased"), [(1.0, False), (0.4, True)], ids=["", "scale and bias"])
-def test_bounded_logits(loss: OutputLoss, caps: tuple[float | None, float | None], scale: float, biased: bool) -> None:
+@pytest.mark.parametrize(
+    ("scale", "biased", "gaps"),
+    [(1.0, False, ()), (0.4, True, ()), (0.4, True, GAPS)],
+    ids=["", "scale and bias", "scale, bias and ids that are left out"],
+)
+def test_bounded_logits(
+    loss: OutputLoss, caps: tuple[float | None, float | None], scale: float, biased: bool, gaps: Any
+) -> None:
     """A student's and a teacher's cap, the teacher's scale and bias, against autograd through cap * tanh(z / cap)."""
 
     def bounded(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     case = problem(7)
-    case["shard"] = VocabShard(0, PADDED, REAL, cap=caps[0])
+    case["shard"] = VocabShard(0, PADDED, REAL, cap=caps[0], gaps=gaps)
+    kept = KEPT if gaps else list(range(REAL))
+    place = case["tokens_N"] % len(kept)
+    case["tokens_N"] = torch.tensor(kept)[place]
     weight = case["teacher"].head.weight
     bias = torch.linspace(-1, 1, PADDED, dtype=weight.dtype) if biased else None
     case["teacher"] = TeacherStates(case["teacher"].hidden, OutputHead(weight, bias, caps[1], scale))
     ours = chunked_output_loss(loss, **case, chunk_tokens=3)
     hidden, head = case["hidden_ND"].clone().requires_grad_(), case["head_VD"].clone().requires_grad_()
-    student = bounded(hidden @ head[:REAL].T, caps[0])
-    product = case["teacher"].hidden @ weight[:REAL].T
-    teacher = scale * bounded(product if bias is None else product + bias[:REAL], caps[1])
-    rows = [plain_row(loss, student[i], teacher[i], int(case["tokens_N"][i]), None) for i in range(7)]
+    student = bounded(hidden @ head[kept].T, caps[0])
+    product = case["teacher"].hidden @ weight[kept].T
+    teacher = scale * bounded(product if bias is None else product + bias[kept], caps[1])
+    rows = [plain_row(loss, student[i], teacher[i], int(place[i]), None) for i in range(7)]
     weights = case["weight_N"].double()
     total = sum(w * surrogate for w, (_, surrogate) in zip(weights, rows, strict=True))
     grad_hidden, grad_head = torch.autograd.grad(total, [hidden, head])
@@ -285,7 +326,7 @@ def test_bounded_logits(loss: OutputLoss, caps: tuple[float | None, float | None
     logprob, _ = chunked_logprob(
         hidden.detach(), case["head_VD"], case["tokens_N"], case["shard"], temperature=0.7, chunk_tokens=4
     )
-    plain = (student.detach() / 0.7).log_softmax(-1).gather(1, case["tokens_N"][:, None])[:, 0]
+    plain = (student.detach() / 0.7).log_softmax(-1).gather(1, place[:, None])[:, 0]
     torch.testing.assert_close(logprob, plain, rtol=1e-12, atol=1e-14)
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.models import copy_hf_config, parse_model_spec, read_hf_config, read_model_spec
 from nemo_oprd.models.dequantize import dequantize_fp8, dequantize_mxfp4
 from nemo_oprd.models.quantization import Quantization, known_quantization, read_quantization
@@ -140,7 +141,7 @@ def test_vllm_gets_dequantised_weights(tmp_path: Path) -> None:
     for quantization, overrides in ((None, []), (FP8, ["--hf-overrides", '{"quantization_config": null}'])):
         (tmp_path / "config.json").write_text(json.dumps({**source, "quantization_config": quantization}))
         config = load_config("verify", paths)
-        arguments = server_arguments(config, read_model_spec(tmp_path), tmp_path, 8, cuda=False)
+        arguments = server_arguments(config, read_model_spec(tmp_path), tmp_path, TokenIds(8), cuda=False)
         assert arguments[-len(overrides) :] == overrides if overrides else "--hf-overrides" not in arguments
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.rollout.beside import Beside, EngineBeside
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, TRAINING_STREAM, GenerationCancelled, Request, SamplingParams
 from nemo_oprd.rollout.vllm.tasks import Task
@@ -99,7 +100,7 @@ def test_what_is_complete_of_a_cancelled_call() -> None:
 def test_servers_sample_it_as_if_it_were_alone(tmp_path: Path) -> None:
     """The parameters and the seed of a request do not depend on the call that it is in."""
     beside, *_ = added()
-    limits = 100, (1,), 50, 60.0
+    limits = 100, (1,), TokenIds(50), 60.0
     joined = Task([Request([1]), *beside.requests], TRAINING, *limits)
     alone = Task([Request([5])] * 3, EVALUATION, *limits)
     assert [joined.body(1 + i) for i in range(3)] == [alone.body(i) for i in range(3)]

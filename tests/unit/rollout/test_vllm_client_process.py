@@ -108,7 +108,7 @@ def test_what_arises_in_one_turn_goes_in_one_message() -> None:
     """Claims in the order of the servers; claims that get less than they ask for are the last ones."""
     fake, body = OneTurn(), {"sampling_params": {"max_tokens": 4}}
     servers = [{"number": number, "in_flight": 8} for number in range(2)]
-    limits = {"version": "1-a", "known_ids": 9, "timeout_s": 9.0, "slots": 4, "asked": 0.0}
+    limits = {"version": "1-a", "known_ids": {"limit": 9, "gaps": ()}, "timeout_s": 9.0, "slots": 4, "asked": 0.0}
 
     async def carry_out() -> None:
         made: Any = ToldRound(fake, fake, {"servers": servers, "asked": time.monotonic(), **limits})  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.rollout.vllm import client, update_calls
 from nemo_oprd.rollout.vllm.answers import AnswerCheck
 from nemo_oprd.rollout.vllm.client import Client
@@ -123,7 +124,7 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
 
 @pytest.mark.parametrize(("reason", "finished"), [("stop", True), ("length", False)])
 def test_complete_responses_are_taken(reason: str, finished: bool) -> None:
-    response = AnswerCheck("1-a", 10).read(0, answer(reason), 2, "server")
+    response = AnswerCheck("1-a", TokenIds(10)).read(0, answer(reason), 2, "server")
     assert (response.ids.tolist(), response.finished) == ([1, 9], finished)
     assert response.logprobs is not None and response.logprobs.tolist() == [-1.0, -2.0]
     assert (response.ids.dtype, response.logprobs.dtype) == (np.int32, np.float32)
@@ -131,10 +132,10 @@ def test_complete_responses_are_taken(reason: str, finished: bool) -> None:
 
 def test_a_response_that_was_given_up_is_not_taken() -> None:
     with pytest.raises(ServerDied, match="gave response 0 up"):
-        AnswerCheck("1-a", 10).read(0, answer("abort"), 2, "server")
+        AnswerCheck("1-a", TokenIds(10)).read(0, answer("abort"), 2, "server")
 
 
 @pytest.mark.parametrize("text", [b"", b"no JSON", b"{}", b'{"choices": []}', answer("stop").replace(b"9", b'"9"')])
 def test_answers_in_another_form(text: bytes) -> None:
     with pytest.raises(ServerRefused, match="in another form"):
-        AnswerCheck("1-a", 10).read(0, text, 2, "server")
+        AnswerCheck("1-a", TokenIds(10)).read(0, text, 2, "server")

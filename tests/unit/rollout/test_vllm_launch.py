@@ -12,12 +12,14 @@ import pytest
 from family_configs import QWEN3
 
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet
 from nemo_oprd.models.rope import Rope
 from nemo_oprd.rollout.vllm.launch import check_description, server_arguments
 
 SPEC = parse_model_spec(QWEN3)
+KNOWN = TokenIds(300, ((7, 9),))
 # the RoPE of Qwen3.5, whose settings are also those of pictures
 ROPE = {
     "rope_type": "default",
@@ -35,7 +37,9 @@ ROPE = {
 def test_a_server_has_the_language_model_alone(tmp_path: Path, model_type: str, architecture: str | None) -> None:
     """Its weights come by the names of the language model, which the whole model would not know."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    arguments = server_arguments(load_config("oprd_1p5b", ["precision=fp32"]), SPEC, tmp_path, 300, cuda=True)
+    arguments = server_arguments(load_config("oprd_1p5b", ["precision=fp32"]), SPEC, tmp_path, KNOWN, cuda=True)
+    (masked,) = (json.loads(after) for flag, after in itertools.pairwise(arguments) if flag == "--additional-config")
+    assert masked == {"nemo_oprd_known_ids": 300, "nemo_oprd_gaps": [[7, 9]]}
     given = [json.loads(after) for flag, after in itertools.pairwise(arguments) if flag == "--hf-overrides"]
     assert given == ([] if architecture is None else [{"architectures": [architecture]}])
 
@@ -64,8 +68,11 @@ def test_a_rope_for_pictures_is_that_of_text() -> None:
         "logprobs_mode": "processed_logprobs",
         "workers": 1,
     }
-    check_description(found, "it", config, hybrid, 300)
+    check_description(found, "it", config, hybrid, TokenIds(300))
+    with pytest.raises(ValueError, match=r"gaps=\[\] instead of \[\[7, 9\]\]"):
+        check_description(found, "it", config, hybrid, KNOWN)
+    check_description(found | {"gaps": [[7, 9]]}, "it", config, hybrid, KNOWN)
     with pytest.raises(ValueError, match="rope="):
-        check_description(found | {"rope_parameters": {**ROPE, "rope_theta": 1e6}}, "it", config, hybrid, 300)
+        check_description(found | {"rope_parameters": {**ROPE, "rope_theta": 1e6}}, "it", config, hybrid, TokenIds(300))
     with pytest.raises(ValueError, match="rope="):
-        check_description(found, "it", config, replace(hybrid, delta=None), 300)
+        check_description(found, "it", config, replace(hybrid, delta=None), TokenIds(300))

@@ -47,7 +47,7 @@ from nemo_oprd.rollout.vllm import guard
 from nemo_oprd.runtime import watchdog
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.run_lock import RunLock
-from nemo_oprd.runtime.signals import Signals, Stopped
+from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
 from nemo_oprd.setup.training import _written_aside
 
 NO_OUTPUT = ModelNeeds(None, teacher_states=False, teacher_logprobs=False)
@@ -85,6 +85,11 @@ def test_lock_behind_a_link(tmp_path: Path) -> None:
     RunLock(tmp_path / "b").release()
 
 
+def a_student() -> Any:
+    """As far as a checkpointer looks at it."""
+    return SimpleNamespace(optimizer_steps=0)
+
+
 def test_a_checkpoint_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> None:
     """Minutes count from the last save, or from the start."""
     settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_minutes=10", "train.save_every=0"]
@@ -96,7 +101,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> Non
         mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
         mock.patch(f"{module}.time", SimpleNamespace(monotonic=mock.Mock(side_effect=now))),
     ):
-        checkpointer = Checkpointer(train, tmp_path, nothing, tmp_path, nothing, 0, 0)  # type: ignore[arg-type]
+        checkpointer = Checkpointer(train, tmp_path, a_student(), tmp_path, nothing, 0, 0)
         for done in range(1, 6):
             checkpointer.after_step(done, [None], EvaluationOutcome())
     assert saved == [2, 4]
@@ -111,12 +116,38 @@ def test_a_stop_while_an_evaluation_is_under_way_defers_it(tmp_path: Path) -> No
         mock.patch(f"{module}.save_checkpoint", lambda _, done, *args, more, **rest: saved.append((done, more))),
         mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
     ):
-        checkpointer = Checkpointer(train, tmp_path, nothing, tmp_path, nothing, 0, 0)  # type: ignore[arg-type]
+        checkpointer = Checkpointer(train, tmp_path, a_student(), tmp_path, nothing, 0, 0)
         for done, deferred in ((1, "names of weights"), (2, None)):
             checkpointer.after_step(done, [None], EvaluationOutcome(deferred=deferred))
             with pytest.raises(Stopped):
                 checkpointer.stop_while_sampling(done, done + 1, 0, 4)
     assert saved == [(1, {EVALUATION_DEFERRED: "names of weights"}), (2, None)]
+
+
+@pytest.mark.parametrize(("updated", "kept"), [(False, [2]), (True, [])])
+def test_a_stop_while_a_server_is_waited_for_saves_the_steps_before(
+    tmp_path: Path, updated: bool, kept: list[int]
+) -> None:
+    """Unless an update of the step that waits has changed the weights, which are then those of no step."""
+    settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_every=0", "train.steps=9"]
+    train, student, saved = load_config("verify", settings).train, a_student(), list[int]()
+    module = "nemo_oprd.checkpointing.checkpointer"
+    with (
+        mock.patch(f"{module}.save_checkpoint", lambda _, done, *args, **more: saved.append(done)),
+        mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
+    ):
+        checkpointer = Checkpointer(train, tmp_path, student, tmp_path, Signals(), 0, 0)
+        for done in (1, 2):
+            student.optimizer_steps += 1
+            checkpointer.after_step(done, [None], EvaluationOutcome())
+        student.optimizer_steps += updated
+        with pytest.raises(Stopped) as ended:
+            checkpointer.stop_while_waiting(StoppedWaiting("stopped by SIGTERM while waiting for a server"))
+    assert saved == kept
+    assert str(ended.value) == (
+        f"stopped by SIGTERM while waiting for a server in step 3 of 9, with the weights after step {2 * len(kept)} "
+        "saved; the same command resumes from there"
+    )
 
 
 def test_a_signal_before_training_stops_a_run_without_validation_sets() -> None:

@@ -169,3 +169,14 @@ def test_the_module_imports_nothing_heavy() -> None:
     code = "import sys, nemo_oprd.runtime.files; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """Reading a pipe would wait for a writer, and reading /dev/zero would never end."""
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "link.json").symlink_to("nowhere")
+    for name, what in (("config.json", r"is a named pipe \(FIFO\)"), ("link.json", "is a link to nowhere, which does")):
+        with pytest.raises(ValueError, match=rf"{name}: {what}"):
+            read_json(tmp_path / name, "an object", "copy it again")
+    with pytest.raises(ValueError, match="/dev/zero: is a device; expected an object: copy it again"):
+        read_json(Path("/dev/zero"), "an object", "copy it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kept_responses import write_generations
 
 from nemo_oprd.cli import main
 from nemo_oprd.config.loading import load_config, to_yaml
+from nemo_oprd.runtime.disk import check_place
 from nemo_oprd.runtime.output_directories import MAKERS, check_directory, check_file, maker_of
 
 
@@ -206,3 +208,33 @@ def test_a_file_above_that_cannot_be_read(tmp_path: Path) -> None:
     for name in ("config.yaml", "config.json", "teacher.jsonl"):
         (tmp_path / name).mkdir()
     check_directory(tmp_path / "runs" / "a", "train")
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("/", "the root of the file system"),
+        ("/usr/../", "the root of the file system"),
+        ("/tmp", "a directory of the system"),
+        ("/dev/run", "a place of the kernel's"),
+        ("/proc/self/run", "a place of the kernel's"),
+        ("~", "a home directory"),
+        ("/dev/shm/run", None),
+        ("/output", None),
+        ("/tmp/run", None),
+    ],
+)
+def test_places_that_belong_to_everybody(place: str, what: str | None) -> None:
+    """Also for a user who may write there, as in a container; a volume may be mounted at the top."""
+    if what is None:
+        check_place(place, "output")
+    else:
+        with pytest.raises(ValueError, match=rf"^output=\S+ is {what}, .* expected a directory of its own"):
+            check_place(Path(place).expanduser(), "output")
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file, what in ((tmp_path / "pipe", r"a named pipe \(FIFO\)"), (Path("/dev/null"), "a device")):
+        with pytest.raises(ValueError, match=rf"--json {file} is {what}, expected a file to write"):
+            check_file(file, "plan", "--json", "x")

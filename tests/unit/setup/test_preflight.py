@@ -25,7 +25,8 @@ from nemo_oprd.cli import main
 main(sys.argv[1:])
 """
 PAIR = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'teacher'}"]
-PROMPTS, SET, RECORDED = "data.train=x", "data.validation.x=x", "rollout.replay=x"  # which nobody looks at
+LINES = GOLDEN / "rollouts.jsonl"  # of which nobody looks at the content
+PROMPTS, SET, RECORDED = f"data.train={LINES}", f"data.validation.x={LINES}", f"rollout.replay={LINES}"
 HEADS = "student.parallel.tensor=3 does not divide the model's 4 attention heads"
 
 
@@ -60,6 +61,66 @@ def test_it_is_reported_without_torch(command: str, overrides: list[str], ranks:
     assert message in run(command, *overrides, ranks=ranks)
 
 
+def test_a_file_that_only_the_yaml_names_is_missing() -> None:
+    """The first command of a newcomer: the models and prompts are there, the shipped configuration's sets are not."""
+    message = run("train", "--config-name", "oprd_1p5b", PROMPTS)
+    assert message.startswith("error: data.validation.aime24=data/aime24.parquet: no such file (")
+    assert "conf/oprd_1p5b.yaml names it, not the command line); expected a .parquet or .jsonl file" in message
+    assert "set data.validation.aime24=FILE, or do without by data.validation={} evaluation.every=0" in message
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "says"),
+    [
+        ("train", ["data.train=pipe.jsonl"], "data.train=pipe.jsonl: is a named pipe (FIFO); expected a .parquet"),
+        ("train", ["data.train=[p.jsonl,/dev/zero]"], "data.train=/dev/zero: is a device; expected"),
+        ("train", ["data.train={p.jsonl:1,gone.jsonl:2}"], "data.train=gone.jsonl: is a link to nowhere, which does"),
+        ("train", ["data.train=."], "data.train=.: is a directory, with p.jsonl in it; expected"),
+        ("train", ["data.train=p.jsonl", "data.chat_template=pipe.jsonl"], "data.chat_template=pipe.jsonl: is a named"),
+        (
+            "fit-bridge",
+            ["data.train=p.jsonl", "data.chat_template=/dev/zero"],
+            "data.chat_template=/dev/zero: is a",
+        ),
+        ("train", ["data.train=p.jsonl", "bridge.path=nowhere"], "bridge.path=nowhere: no such directory; expected a"),
+        (
+            "verify",
+            ["rollout.replay=pipe.jsonl"],
+            "rollout.replay=pipe.jsonl: is a named pipe (FIFO); expected",
+        ),
+        ("evaluate", ["data.validation.a=q.jsonl"], "data.validation.a=q.jsonl: no such file; expected"),
+        ("evaluate", ["data.validation.a=q.jsonl"], "or all sets by 'data.validation={NAME:FILE}'"),
+        ("train", ["data.train=p.jsonl", "data.validation.a=q.jsonl"], None),  # which nothing reads
+        ("train", ["data.train=p.jsonl", "teacher.hf_path=pipe.jsonl"], "teacher.hf_path=pipe.jsonl: is a named pipe"),
+        (
+            "train",
+            ["data.train=p.jsonl", "student.hf_path=null", "student.checkpoint=q"],
+            "student.checkpoint=q: no",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_named_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, overrides: list[str], says: str | None
+) -> None:
+    """What stands in place of a file is named by its key, and nothing that could wait or never end is opened."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.jsonl")
+    Path("p.jsonl").write_text("{}\n")
+    Path("gone.jsonl").symlink_to("nowhere")
+    config = load_config("verify", [*PAIR, *overrides])
+
+    def check() -> object:
+        return preflight_evaluation(config, 1) if command == "evaluate" else preflight(config, 1, command)
+
+    if says is None:
+        check()
+    else:
+        with pytest.raises(ValueError) as error:
+            check()
+        assert says in str(error.value)
+
+
 def test_an_unsupported_family_is_reported_without_torch(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "teacher", tmp_path / "teacher")
     file = tmp_path / "teacher" / "config.json"
@@ -87,7 +148,7 @@ def test_the_config_of_a_checkpoint_is_read_without_torch(tmp_path: Path) -> Non
         ("train", [PROMPTS, "loss.representation.layer_map={1:1}"], "layer_map names the student layers [1]"),
         ("train", [PROMPTS, "loss.representation.layer_weights=[1]"], "expected 3 weights"),
         ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], "of the same width"),
-        ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", "bridge.path=x"], None),
+        ("train", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", f"bridge.path={GOLDEN}"], None),
         ("fit-bridge", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], None),
         (
             "train",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve, resolve_models, resolve_sampling, servers_limit
+from nemo_oprd.setup.resolve import resolve, resolve_models, resolve_sampling, servers_ids
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 PAIR = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'teacher'}", "output=unused"]
@@ -67,7 +67,7 @@ def test_sampling_needs_no_teacher() -> None:
     served = [PAIR[0], "output=unused", "teacher.hf_path=/nowhere", "teacher.engine=vllm"]
     assert resolve_sampling(load_config("verify", [*served, "teacher.vllm.placement=dedicated"]), 1).ranks.size == 1
     with pytest.raises(ValueError, match="/nowhere"):
-        servers_limit(found.config, found.student)
+        servers_ids(found.config, found.student)
 
 
 def test_it_imports_no_torch() -> None:

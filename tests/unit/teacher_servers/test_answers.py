@@ -37,7 +37,9 @@ def read(changed: dict[str, Any], values: list[float], ask: Ask = ASK) -> Any:
 
 def test_an_ask_comes_through_as_it_is() -> None:
     drawn = replace(ASK, tokens=[4], vocabulary=5, temperature=0.7, chunk=3)
-    for ask in (ASK, drawn, PROJECTED, replace(ASK, layers=[], rows=[], final_rows=[])):
+    with_gaps = replace(drawn, gaps=[[0, 1], [2, 4]])
+    assert "gaps" in with_gaps.text() and "gaps" not in drawn.text()  # servers of earlier versions know none
+    for ask in (ASK, drawn, with_gaps, PROJECTED, replace(ASK, layers=[], rows=[], final_rows=[])):
         assert Ask.parse(ask.text(), 3, 2, 9) == ask
         assert Ask.parse(ask.text(), 3, 2, 9).header(IDS, WIDTH, "float32", 1) == header(ask)
 
@@ -53,6 +55,7 @@ def test_an_ask_comes_through_as_it_is() -> None:
         {"tokens": [1], "vocabulary": 10}, {"tokens": [1], "vocabulary": 10**30},
         {"bridge": NAME}, {"rank": 2}, {"bridge": NAME, "rank": -1}, {"bridge": 7, "rank": 7},
         {"bridge": NAME, "rank": 2, "layers": [0, 1]}, {"bridge": NAME, "rank": 2, "layers": "1"},
+        *({"tokens": [1], "vocabulary": 9, "gaps": gaps} for gaps in ([[1, 2]], [[3, 9]], [[3, 2]], [[2]], [2], "1")),
         {"tokens": [1], "vocabulary": 9, "temperature": 0}, {"tokens": [1], "vocabulary": 9, "chunk": 0},
     ],
     ids=str,

@@ -205,6 +205,20 @@ def test_rows_over_chunks(start: Start, answer: Answered) -> None:
     assert server.capture.jobs == {}
 
 
+def test_ids_that_are_left_out(start: Start, values: Callable[[Ask], tuple[Any, list[float]]]) -> None:
+    """Log-probability and entropy over the other ids, of what the head makes of the states."""
+    ask, seen = replace(LOGITS, gaps=[[0, 1], [4, 5]]), []
+    server = start()
+    server.model.logits = lambda states: seen.append(states[:, :VOCABULARY].double().clone()) or states[:, :VOCABULARY]
+    server.ask(ask.text())
+    found = torch.tensor(values(ask)[1]).reshape(3, 2).double()
+    kept = [1, 2, 3, 5]
+    log_p = torch.cat(seen)[:, kept].log_softmax(-1)
+    drawn = log_p.gather(1, torch.tensor([[kept.index(token)] for token in LOGITS.tokens or []]))[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(found, torch.stack([drawn, entropy], 1), rtol=1e-5, atol=1e-6)
+
+
 def test_a_check_that_fails_is_the_answer_of_its_job_alone(start: Start, answer: Answered) -> None:
     server = start()
     server.model.spoil = [3]

@@ -18,7 +18,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,8 +51,8 @@ class Ask:
         rows: positions in the sequence, ascending, whose states of all `layers` are wanted.
         final_rows: positions, ascending, whose states after the final norm are wanted for an output loss.
         tokens: one id per final row; its log-probability and the entropy are then wanted in place of the state.
-        vocabulary, temperature: of that distribution: over the ids below `vocabulary`, of the logits divided by
-            `temperature`.
+        vocabulary, gaps, temperature: of that distribution: over the ids below `vocabulary` without those in `gaps`,
+            runs of ids (first, end), of the logits divided by `temperature`.
         chunk: rows whose logits are in memory at a time.
         bridge: digest of the maps that project the states (`nemo_oprd_bridge.py`), empty without a projection. Then
             `layers` are those of the maps, one by one, in their order.
@@ -69,10 +69,12 @@ class Ask:
     chunk: int = 1
     bridge: str = ""
     rank: int = 0
+    gaps: list[list[int]] = field(default_factory=list)
 
     def text(self) -> str:
-        """The inverse of `parse`."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """The inverse of `parse`. Without gaps it is what servers of earlier versions read."""
+        fields = {name: value for name, value in asdict(self).items() if name != "gaps" or value}
+        return json.dumps(fields, separators=(",", ":"))
 
     @staticmethod
     def parse(text: str, length: int, depth: int, vocabulary: int) -> Ask:
@@ -82,7 +84,7 @@ class Ask:
             ValueError: it is none.
         """
         given = json.loads(text)
-        if not isinstance(given, dict) or set(given) != set(Ask.__dataclass_fields__):
+        if not isinstance(given, dict) or {*given, "gaps"} != set(Ask.__dataclass_fields__):
             raise ValueError("expected an object with the fields of Ask")
         ask = Ask(**given)
         if not isinstance(ask.name, str) or not NAME.fullmatch(ask.name):
@@ -112,9 +114,21 @@ class Ask:
                 raise ValueError(f"vocabulary={ask.vocabulary}; expected at most {vocabulary}, the model's")
             if not all(0 <= token < ask.vocabulary for token in ask.tokens):
                 raise ValueError(f"tokens: expected ids below vocabulary={ask.vocabulary}")
+            ask._check_gaps()
             if not isinstance(ask.temperature, int | float) or not 0 < ask.temperature < math.inf:
                 raise ValueError(f"temperature={ask.temperature!r:.60}; expected a number above 0")
         return ask
+
+    def _check_gaps(self) -> None:
+        """Raises ValueError unless the gaps are ascending runs of ids that hold no drawn token."""
+        gaps = self.gaps
+        if not isinstance(gaps, list) or not all(isinstance(gap, list) and len(gap) == 2 for gap in gaps):
+            raise ValueError(f"gaps={gaps!r:.60}; expected pairs of ids")
+        bounds = [bound for gap in gaps for bound in gap]
+        if not _ascends(bounds) or (bounds and not 0 <= bounds[0] <= bounds[-1] < self.vocabulary):
+            raise ValueError(f"gaps={gaps!r:.60}; expected ascending runs of ids below vocabulary={self.vocabulary}")
+        if any(start <= token < end for token in self.tokens or () for start, end in gaps):
+            raise ValueError(f"tokens: expected ids outside gaps={gaps!r:.60}")
 
     def header(self, ids: Sequence[int], width: int, dtype: str, generation: int) -> dict[str, Any]:
         """The header of the whole answer for a sequence of `ids`, of a model of `width` that computes in `dtype`.

@@ -439,7 +439,10 @@ class _Capture:
 
 def _logprob_and_entropy(logits: torch.Tensor, tokens: torch.Tensor, ask: Ask) -> torch.Tensor:
     """Float32 [n, 2] of logits [n, V or more]."""
-    logprobs = (logits[:, : ask.vocabulary].float() / ask.temperature).log_softmax(-1)
+    scaled = logits[:, : ask.vocabulary].float() / ask.temperature
+    for start, end in ask.gaps:
+        scaled[:, start:end] = -float("inf")
+    logprobs = scaled.log_softmax(-1)
     drawn = logprobs.gather(1, tokens.to(logprobs.device)[:, None])[:, 0]
     entropy = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)  # an id that the head excludes has logit -inf
     return torch.stack([drawn, entropy], dim=1).cpu()

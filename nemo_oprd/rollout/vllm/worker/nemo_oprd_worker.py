@@ -29,7 +29,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 BACKEND = "nemo_oprd"
-KNOWN_IDS = "nemo_oprd_known_ids"
+# of `additional_config`: ids from this one on are not sampled, nor those in these runs (first id, end)
+KNOWN_IDS, GAPS = "nemo_oprd_known_ids", "nemo_oprd_gaps"
 
 
 @dataclass
@@ -193,6 +194,7 @@ class WorkerExtension:
             "rope_parameters": dict(text.rope_parameters or {}),
             "experts": experts_of(text),
             "known_ids": (config.additional_config or {}).get(KNOWN_IDS),
+            "gaps": [list(gap) for gap in (config.additional_config or {}).get(GAPS, [])],
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "logprobs_mode": str(model.logprobs_mode),
@@ -214,10 +216,12 @@ def experts_of(config: Any) -> list[Any] | None:
 
 
 class KnownIds(LogitsProcessor):
-    """Only ids below `additional_config[KNOWN_IDS]` are sampled: others are padding, or unknown to the teacher."""
+    """Only ids with a token are sampled: others are padding, gaps between tokens, or unknown to the teacher."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.known = (vllm_config.additional_config or {})[KNOWN_IDS]
+        given = vllm_config.additional_config or {}
+        self.known = given[KNOWN_IDS]
+        self.gaps = torch.tensor([i for start, end in given.get(GAPS, []) for i in range(start, end)], device=device)
 
     def is_argmax_invariant(self) -> bool:
         """Greedy sampling needs the mask, too."""
@@ -229,4 +233,6 @@ class KnownIds(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """[requests, vocabulary], in place."""
         logits[:, self.known :] = -float("inf")
+        if len(self.gaps):
+            logits.index_fill_(1, self.gaps, -float("inf"))
         return logits

@@ -1,0 +1,85 @@
+"""Sets of token ids: those that an engine may sample, and those that two models both know.
+
+A model has rows for `vocab_size` ids, often more than its tokenizer has tokens: the embedding is padded, and added
+tokens may leave gaps. A row without a token is trained by nobody, so whatever it is given, it must not be sampled.
+
+No torch, because the client process of vLLM servers imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """The ids below `limit`, except those in `gaps`.
+
+    Attributes:
+        gaps: (first id, end) of each run of ids below `limit` that are left out, ascending. The last id below `limit`
+            is none of them.
+
+    >>> TokenIds.of([0, 1, 2, 6, 7], 10)
+    TokenIds(limit=8, gaps=((3, 6),))
+    """
+
+    limit: int
+    gaps: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(ids: Iterable[int], limit: int) -> TokenIds:
+        """Those of `ids`, in any order, that are below `limit`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        mask = np.zeros(limit, dtype=bool)
+        given = np.fromiter(ids, np.int64)
+        mask[given[given < limit]] = True
+        return TokenIds._where(mask)
+
+    @staticmethod
+    def _where(mask: np.ndarray) -> TokenIds:
+        found = np.flatnonzero(mask)
+        if not len(found):
+            raise ValueError(f"no id below {len(mask)} has a token; expected some: copy the tokenizer of this model")
+        starts = np.flatnonzero(np.diff(found, prepend=-1) > 1)
+        gaps = [(int(found[at - 1]) + 1 if at else 0, int(found[at])) for at in starts.tolist()]
+        return TokenIds(int(found[-1]) + 1, tuple(gaps))
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Bool [limit]: which ids are in the set."""
+        mask = np.ones(self.limit, dtype=bool)
+        for start, end in self.gaps:
+            mask[start:end] = False
+        return mask
+
+    def outside(self, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that are not in the set, in their order."""
+        if not self.gaps:
+            return [i for i in ids if not 0 <= i < self.limit]
+        known = self.mask.tobytes()  # single bytes are read faster than items of an array
+        return [i for i in ids if not (0 <= i < self.limit and known[i])]
+
+    def missing_below(self, limit: int) -> tuple[tuple[int, int], ...]:
+        """(First id, end) of each run of ids below `limit`, which is at least this one, that are not in the set."""
+        return self.gaps if limit == self.limit else (*self.gaps, (self.limit, limit))
+
+    def __len__(self) -> int:
+        return self.limit - sum(end - start for start, end in self.gaps)
+
+    def __contains__(self, i: int) -> bool:
+        return 0 <= i < self.limit and not any(start <= i < end for start, end in self.gaps)
+
+    def __and__(self, other: TokenIds) -> TokenIds:
+        limit = min(self.limit, other.limit)
+        return TokenIds._where(self.mask[:limit] & other.mask[:limit])
+
+    def __str__(self) -> str:
+        without = ", ".join(f"{start}..{end - 1}" if end - start > 1 else f"{start}" for start, end in self.gaps[:3])
+        more = ", ..." if len(self.gaps) > 3 else ""
+        return f"0..{self.limit - 1}" + (f" without {without}{more}" if without else "")

@@ -1,0 +1,235 @@
+"""How the ranks of a job find each other, in the way of torch's `env://`, but without silent waits.
+
+The first rank, or torchrun on its behalf, holds the job's key-value store at MASTER_ADDR:MASTER_PORT. Each rank says in
+the store that it is here, so that those who wait can name the others; only then do all of them connect to each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_oprd.runtime import waiting
+from nemo_oprd.runtime.waiting import wait_for
+from nemo_oprd.runtime.watchdog import attempt
+
+# how often ranks that wait look which ones are missing
+_LOOK_EVERY = datetime.timedelta(seconds=1)
+_PROBE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the environment says of this job: torchrun's variables, which other launchers set, too."""
+
+    rank: int
+    world: int
+    host: str
+    port: int
+
+    @classmethod
+    def here(cls) -> Job:
+        """The job of this process; a process without these variables is a job of one rank.
+
+        Raises:
+            ValueError: the variables contradict each other.
+        """
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, value)
+        rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if rank >= world:
+            raise ValueError(
+                f"RANK={rank} with WORLD_SIZE={world}; expected a rank of 0 to {world - 1}: start the ranks with "
+                "torchrun or srun, which set both"
+            )
+        if world > 1 and port == 0:
+            raise ValueError(
+                f"WORLD_SIZE={world} without MASTER_PORT: waiting for rank(s) {_ranks({*range(world)} - {rank})} would "
+                "never end, because they could not find this one; expected a port: start the ranks with torchrun or "
+                "srun, or unset WORLD_SIZE"
+            )
+        if port >= 1 << 16:
+            raise ValueError(f"MASTER_PORT={port}: expected 1 to 65535; set another one, the same for all ranks")
+        return cls(rank, world, os.environ["MASTER_ADDR"], port)
+
+    @property
+    def launcher_has_store(self) -> bool:
+        """Whether torchrun holds the store; otherwise the first rank does."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @property
+    def address(self) -> str:
+        """Where the store is, for messages."""
+        return f"MASTER_ADDR:MASTER_PORT = {self.host}:{self.port}"
+
+
+def join(backend: str, timeout: datetime.timedelta, device: int | None = None) -> None:
+    """Joins the process group of the job; every rank calls this and returns when all of them have joined.
+
+    Args:
+        timeout: of every step of it, and of the group's collectives.
+        device: the CUDA device of this rank.
+
+    Raises:
+        ValueError: the job's variables are wrong, its port is in use, or a rank was missing for too long.
+        Stopped, NeighbourFailed: see `wait_for`.
+    """
+    job, limit_s = Job.here(), timeout.total_seconds()
+    with _Speaker(job) as speaker:
+        store = wait_for(lambda: _open_store(job, timeout), lambda: speaker.says(_no_store(job)), limit_s)
+        if job.world > 1:
+            meeting = _Meeting(job, store)
+            wait_for(lambda: meeting.wait(limit_s), lambda: meeting.missing, limit_s)
+
+        def connect() -> None:
+            import torch
+            import torch.distributed as dist
+
+            if device is not None:  # a thread has a current device of its own
+                torch.cuda.set_device(device)
+            dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+            # NCCL connects at the first collective, which must include all ranks (transfers among some of them come
+            # later)
+            dist.barrier()
+
+        network = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        unconnected = (
+            f"connections among the {job.world} rank(s) over {backend}: all of them are there, and some can't reach "
+            f"others; is {network} the network between the machines?"
+        )
+        wait_for(connect, lambda: speaker.says(unconnected), limit_s)
+
+
+def _open_store(job: Job, timeout: datetime.timedelta) -> Any:
+    """A connection to the job's store, which the first rank makes unless torchrun has it."""
+    import torch.distributed as dist
+
+    is_master = job.rank == 0 and not job.launcher_has_store
+    try:
+        return dist.TCPStore(
+            job.host,
+            job.port,
+            job.world,
+            is_master=is_master,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=not job.launcher_has_store,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+    except RuntimeError as error:  # torch.distributed's errors
+        if not is_master or "failed to listen" not in str(error):
+            raise
+        in_use = "in use" in str(error).lower()
+        why = "is in use by another program of this machine, or by another rank 0" if in_use else "can't be listened on"
+        raise ValueError(
+            f"MASTER_PORT={job.port} {why}; expected a free port of {socket.gethostname()}: set another one, the same "
+            "for all ranks; `torchrun --standalone` chooses one"
+        ) from None
+
+
+def _no_store(job: Job) -> str:
+    """What a rank waits for that has no connection to the store, and what it finds there instead."""
+    found = [f"nothing answers there within {_PROBE_S:.0f} s"]
+
+    def probe() -> None:
+        try:
+            socket.create_connection((job.host, job.port), _PROBE_S).close()
+            found.append("what listens there is not this job's store")
+        except OSError as error:
+            found.append(f"nothing listens there ({error.strerror or error})")
+
+    thread = threading.Thread(target=probe, daemon=True)  # looking up a name may take long, and can't be interrupted
+    thread.start()
+    thread.join(_PROBE_S)
+    who = "the launcher's store" if job.launcher_has_store else "rank(s) 0" if job.rank else "its own store"
+    return f"{who} at {job.address}: {found[-1]}; all ranks need the same MASTER_ADDR and MASTER_PORT"
+
+
+class _Meeting:
+    """All ranks say in the store that they are here, and wait for those that have not.
+
+    `missing`: on the first rank that is here, the others, and what to do about them; empty before a line is due.
+    """
+
+    def __init__(self, job: Job, store: Any) -> None:
+        self._job, self._store, self._prefix = job, store, f"{attempt()}/here"
+        self.missing = ""
+
+    def wait(self, limit_s: float) -> None:
+        """Waits until all are here."""
+        import torch.distributed as dist
+
+        notice, store, all_here = waiting.Notice(limit_s), self._store, f"{self._prefix}/all"
+        own = f"{os.getpid()}"
+        is_new = store.compare_set(f"{self._prefix}/{self._job.rank}", "", own).decode() == own
+        if is_new and store.add(f"{self._prefix}/number", 1) == self._job.world:
+            store.set(all_here, "yes")
+        while not notice.is_over:
+            try:
+                store.wait([all_here], _LOOK_EVERY)
+                return
+            except dist.DistStoreError:  # not yet
+                if notice.waited_s > waiting.SAY_AFTER_S / 2:
+                    self.missing = self._missing()
+
+    def _missing(self) -> str:
+        if any(self._is_here(rank) for rank in range(self._job.rank)):  # the first one of these says it
+            return ""
+        missing = {rank for rank in range(self._job.world) if not self._is_here(rank)}
+        return (
+            f"rank(s) {_ranks(missing)} of {self._job.world}: start them with {self._job.address} and "
+            f"WORLD_SIZE={self._job.world}, or see why they ended"
+        )
+
+    def _is_here(self, rank: int) -> bool:
+        return bool(self._store.check([f"{self._prefix}/{rank}"]))
+
+
+class _Speaker:
+    """One rank of the machine speaks where all of them wait for the same: who first takes a name that all would take.
+
+    The name is that of a socket, which the kernel gives back when the process ends. Ranks that one launcher has started
+    share a parent.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._name = f"\0nemo_oprd/{os.getppid()}/{job.host}:{job.port}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._speaks = False
+
+    def says(self, what: str) -> str:
+        """`what` if this rank speaks, otherwise nothing."""
+        try:
+            self._socket.bind(self._name)
+            self._speaks = True
+        except OSError:  # taken, perhaps by this rank
+            pass
+        return what if self._speaks else ""
+
+    def __enter__(self) -> _Speaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.strip().isdecimal():
+        raise ValueError(f"{name}={text!r}; expected a whole number: set it, or start the ranks with torchrun or srun")
+    return int(text)
+
+
+def _ranks(ranks: set[int]) -> str:
+    """Ranks in few words, such as "1-7, 9"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

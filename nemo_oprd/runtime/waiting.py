@@ -1,0 +1,137 @@
+"""Waits that may be long: after half a minute a line says for what, and a signal ends the wait at once.
+
+torch waits outside of the interpreter, where Python's handlers don't run, and some of its calls know no limit. So they
+run in a thread, while the main thread looks after lines, limits and signals. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+from nemo_oprd.runtime import launcher
+from nemo_oprd.runtime.messages import ANY_RANK
+from nemo_oprd.runtime.signals import Stopped
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# after this time a line says what is waited for, and then again each time that the wait has become twice as long
+SAY_AFTER_S = 30.0
+# how late a signal, the end of another rank, or the end of the limit may be noticed
+_LOOK_EVERY_S = 0.2
+_abandoned: list[threading.Thread] = []
+
+
+def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> T:
+    """Does `work` in a thread and returns what it returns; raises what it raises.
+
+    Args:
+        what: names what is waited for, then what to do about it, as in "rank(s) 1: start them". Called whenever a line
+            is due; no line is printed if it is empty, because another rank says it.
+
+    Raises:
+        ValueError: the wait took longer than `limit_s` seconds.
+        Stopped: SIGTERM or SIGUSR1 arrived, which nothing else handles. Ctrl-C raises KeyboardInterrupt, as always.
+        NeighbourFailed: another rank of this machine has reported an error to torchrun.
+    """
+    outcome, over = Future[T](), threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+        over.set()
+
+    thread = threading.Thread(target=run, name="wait", daemon=True)
+    notice = Notice(limit_s)
+    with _asked_to_stop() as asked:
+        thread.start()
+        try:
+            while not over.wait(_LOOK_EVERY_S):
+                if asked:
+                    about = _or_ranks(what()).partition(": ")[0]
+                    raise Stopped(f"stopped by {asked[0]} while waiting for {about}; the same command starts again")
+                if launcher.neighbour_reported():
+                    raise launcher.NeighbourFailed
+                if notice.is_over:
+                    raise ValueError(f"waited {duration(limit_s)}, which is the limit, for {_or_ranks(what())}")
+                if notice.is_due and (line := notice.line(what())):
+                    logger.warning(line, extra=ANY_RANK)
+        except BaseException:
+            _abandoned.append(thread)
+            raise
+    return outcome.result()
+
+
+def has_abandoned() -> bool:
+    """Whether a thread is still in a call that nobody waits for any more; the interpreter can't end beside it."""
+    return any(thread.is_alive() for thread in _abandoned)
+
+
+class Notice:
+    """When a wait of at most `limit_s` seconds is worth a line, and that line."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self._began, self._next_s = limit_s, time.monotonic(), SAY_AFTER_S
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit has passed."""
+        return self.waited_s > self.limit_s
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a line is due."""
+        return self.waited_s >= self._next_s
+
+    def line(self, what: str) -> str:
+        """The line that is due now, empty if `what` is; the next one is due after twice the time."""
+        self._next_s *= 2
+        about, _, advice = what.partition(": ")
+        return what and f"waiting for {about}, limit {duration(self.limit_s)}{advice and f': {advice}'}"
+
+
+def duration(seconds: float) -> str:
+    """A time in the largest unit that gives a whole number, such as "3 h", "15 min" or "90 s"."""
+    for unit, name in ((3600, "h"), (60, "min")):
+        if seconds >= unit and seconds % unit == 0:
+            return f"{seconds // unit:.0f} {name}"
+    return f"{seconds:g} s"
+
+
+def _or_ranks(what: str) -> str:
+    return what or "other ranks"
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[str]]:
+    """Notes the names of signals that ask the job to stop and would end this process without a word."""
+    asked: list[str] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.append(signal.Signals(number).name)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, note)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
