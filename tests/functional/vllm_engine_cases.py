@@ -262,7 +262,7 @@ def run(
     prompt, with what an earlier "cancel" has completed as `done`, "generate last" before an update; "full" samples
     while responses can't be kept, "slow" while the first one is kept only when all were asked for. "lose" samples while
     the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
-    response and counts bytes.
+    response and counts the bytes of objects.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
@@ -347,23 +347,11 @@ def slow(root: str, keep: Callable[[dict[int, Any]], None]) -> Callable[[dict[in
     return keep_later
 
 
-@contextmanager
-def stopped_soon() -> Iterator[None]:
-    """A run whose first rank gets SIGTERM after a moment."""
-    import torch.distributed as dist
-
-    from nemo_oprd.runtime.signals import Signals
-
-    with Signals():
-        if dist.get_rank() == 0:
-            threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        yield
-
-
 def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> None:
     import torch.distributed as dist
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
+    from nemo_oprd.runtime.signals import Signals
 
     killed: list[int] = []
     asked, done, step, changed = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0, 0
@@ -397,7 +385,9 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         elif kind == "change":
             changed = int(number)
         elif kind == "stop":
-            signals.enter_context(stopped_soon())
+            signals.enter_context(Signals())
+            if dist.get_rank() == 0:
+                threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
         elif kind == "occupy":
             (Path(root) / "memory").touch()
         elif kind == "kill":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from default_signals import default_signals
 from messages import messages
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -106,10 +107,7 @@ def _join_as_command(rank: int, port: int, log: Path) -> NoReturn:
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    for number, handler in (
-        (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL), (signal.SIGUSR1, signal.SIG_DFL),
-    ):  # fmt: skip
-        signal.signal(number, handler)
+    default_signals()
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     waiting.SAY_AFTER_S = 0.3
     try:

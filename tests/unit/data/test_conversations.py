@@ -20,35 +20,8 @@ from nemo_oprd.data.tokenization.template_use import template_notes, unread_fiel
 from nemo_oprd.data.tokenization.tokenizer import Tokenizer, copy_tokenizer_files
 from nemo_oprd.setup.prompts import read_run_prompts
 from tests.support.align_tokenizers import byte_level
+from tests.support.conversation_rows import ASKED, CALL, PLAIN, TEMPLATE, TURNS, WEATHER, jsonl, parquet
 
-# writes everything that a message may hold, as the templates of models with tools do
-TEMPLATE = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name else '' }}>"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{% if 'content' in m %}{{ 'null' if m.content is none else m.content }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}<call {{ c.id }}>{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}"
-    "{{ '#' + m.tool_call_id if m.tool_call_id else '' }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ '<think>' if thinking else '' }}{% endif %}"
-)
-PLAIN = "{% for m in messages %}{{ m['content'] or '' }}{% endfor %}"
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a place",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-    },
-}
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"place": "Paris"}}}
-ASKED = {"role": "user", "content": "Is it warm in Paris?"}
-TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {**ASKED, "name": "Ann"},
-    {"role": "assistant", "content": None, "reasoning_content": "I look it up.", "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "c1", "content": '{"degrees": 21}'},
-]
 GYM = {
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "Is it warm in Paris?"}]},
@@ -91,20 +64,6 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]
         {"prompt": [{"role": "user", "content": '{"a": 1}'}]}, [{"role": "user", "content": '{"a": 1}'}], [],
     ),
 }  # fmt: skip
-
-
-def jsonl(file: Path, *rows: dict[str, Any]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def parquet(file: Path, *rows: dict[str, Any]) -> Path:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), file)
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from nemo_oprd.cli import main
 from tests.support.align_tokenizers import byte_level
-from tests.unit.data.test_conversations import ASKED, TEMPLATE, TURNS, WEATHER, parquet
+from tests.support.conversation_rows import ASKED, TEMPLATE, TURNS, WEATHER, parquet
 
 QWEN = {
     "model_type": "qwen2", "vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
