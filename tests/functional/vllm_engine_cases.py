@@ -347,11 +347,23 @@ def slow(root: str, keep: Callable[[dict[int, Any]], None]) -> Callable[[dict[in
     return keep_later
 
 
+@contextmanager
+def stopped_soon() -> Iterator[None]:
+    """A run whose first rank gets SIGTERM after a moment."""
+    import torch.distributed as dist
+
+    from nemo_oprd.runtime.signals import Signals
+
+    with Signals():
+        if dist.get_rank() == 0:
+            threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        yield
+
+
 def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> None:
     import torch.distributed as dist
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
-    from nemo_oprd.runtime.signals import Signals
 
     killed: list[int] = []
     asked, done, step, changed = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0, 0
@@ -385,9 +397,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         elif kind == "change":
             changed = int(number)
         elif kind == "stop":
-            signals.enter_context(Signals())
-            if dist.get_rank() == 0:
-                threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            signals.enter_context(stopped_soon())
         elif kind == "occupy":
             (Path(root) / "memory").touch()
         elif kind == "kill":
