@@ -64,7 +64,8 @@ def in_process_engine(recorder: Recorder, run: RunSpec, files: Any) -> RolloutEn
         return None
     with recorder.phase("build engine"):
         # no response ends here, so no id ends one
-        return make_engine(run.config, files.spec, files.directory, run.student_layout, (), files.sampled_ids)
+        student, sampled = files.student, files.sampled_ids
+        return make_engine(run.config, student.spec, student.directory, run.student_layout, (), sampled)
 
 
 def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: int, response: int) -> None:

@@ -115,7 +115,7 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     phases.name_parts_of_building(recorder)
     plan = make_plan(run, files)
     with recorder.phase("build"):
-        engine = phases.in_process_engine(recorder, run, files.student)
+        engine = phases.in_process_engine(recorder, run, files)
         distiller = build_distiller(plan)
     student = distiller.student
     injections.role = student.role
