@@ -30,6 +30,8 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
             smaller = smaller_teacher(student.spec, teacher.spec)
             if smaller is not None:
                 yield f"{teacher.model.key}: {smaller}" if run.config.teachers else smaller
+    if data.recorded is not None:  # a replay reads no tokenizer
+        return
     requests = data.prompts.requests
     sources = {"data.train": [request.prompt_ids for request in requests]}
     if data.evaluator is not None:
