@@ -123,6 +123,8 @@ def _teacher_inputs(config: Config, files: RunFiles, number: int) -> TeacherInpu
             "the student wrote; expected the same tokenizer, or one that knows more tokens: set teacher.reads=text "
             "(with a bridge), or choose another teacher"
         )
+    if teacher.tokenizer.fingerprint() != student.fingerprint():
+        teacher.check_vocabulary()  # it knows more tokens, all of which its model must have
     return PromptInputs(teacher.tokenizer, positions) if config.has_own_prompt(number) else None
 
 
