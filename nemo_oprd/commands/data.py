@@ -56,18 +56,17 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _rendered(config: Config, prompts: list[Prompt]) -> list[str]:
-    """Lines with a prompt of each data source in the student's chat template, and with what the template leaves out.
-
-    Raises:
-        ValueError: the template fails on a prompt.
-    """
+    """Lines with a prompt of each data source in the student's chat template, and with what the template leaves out."""
     directory = Path(config.student.hf_path or "")
     if config.student.hf_path is None or not directory.is_dir():
         return ["data.train: no prompt is shown as the student reads it, because student.hf_path is no directory here"]
     from nemo_oprd.data.tokenization.template_use import examples, template_notes
     from nemo_oprd.data.tokenization.tokenizer import Tokenizer  # seconds to import
 
-    tokenizer = Tokenizer.load(directory)
-    tokenizer.set_chat_template(config.data.chat_template, config.data.chat_template_args)
-    shown = [f"{source}, as the student reads it: {text!r}" for source, text in examples(tokenizer, prompts)]
-    return shown + template_notes(tokenizer, prompts, "data.train", "the student")
+    try:
+        tokenizer = Tokenizer.load(directory)
+        tokenizer.set_chat_template(config.data.chat_template, config.data.chat_template_args)
+        shown = [f"{source}, as the student reads it: {text!r}" for source, text in examples(tokenizer, prompts)]
+        return shown + template_notes(tokenizer, prompts, "data.train", "the student")
+    except ValueError as error:  # `train` refuses it
+        return [f"data.train: no prompt is shown as the student reads it: {error}"]

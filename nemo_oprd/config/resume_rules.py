@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -64,13 +64,18 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str
         pairs = [(key, old, new)]
         if key == "teachers" and len(old) == len(new):
             pairs = [
-                (f"teachers.{number}.{field.name}", *(one.get(field.name, field.default) for one in both))
+                (f"teachers.{number}.{field.name}", *(one.get(field.name, _default(field)) for one in both))
                 for number, both in enumerate(zip(old, new, strict=True))
                 for field in fields(TeacherSource)
             ]
         for pair in pairs:
             found += _change(*pair, before, after, started_in)
     return found
+
+
+def _default(field: Field) -> Any:
+    """The default of a dataclass's field, also where a factory makes it."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def allowed(change: Change, allow: Sequence[str]) -> bool:

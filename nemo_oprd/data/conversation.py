@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from nemo_oprd.runtime.files import half_of_a_character
+
 Message: TypeAlias = dict[str, Any]  # "role", "content", and whatever else a chat template reads
 Tool: TypeAlias = dict[str, Any]  # a function's JSON schema, as chat templates take it
 
@@ -33,11 +35,12 @@ SHAPES = (
     "{prompt: [{role, content}], data_source, reward_model: {ground_truth}} or {prompt|problem|question: text, answer}"
 )
 FIELDS = (*PROMPT_FIELDS, NEMO_GYM, "tools", *UNREAD)
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 # who answers a call; the problem stands in an earlier message then
 TOOL_ROLES = ("tool", "function", "ipython", "observation")
 NO_CONTENT: tuple[Any, ...] = (None, False, "", [], {})
 _PLACEHOLDER = "<image>"
+_OR_MESSAGES = "text, or messages as a list of {role, content}; write them so"
 # the beginning of a text that is a list of objects, or one, in JSON or as Python's `str` writes it
 _OBJECTS = re.compile(r"""\s*(?:\[\s*)?\{\s*["'}]""")
 
@@ -145,8 +148,9 @@ def _conversation_in_text(text: str, where: str) -> Any:
         if objects and all(isinstance(each, dict) for each in objects):
             if all("role" in each for each in objects):
                 return objects
-            expected = "text, or messages as a list of {role, content}; write them so (JSON text as it stands is the "
-            raise refused(where, text, f"{expected}content of a message)")
+            raise refused(where, text, f"{_OR_MESSAGES} (JSON text as it stands is the content of a message)")
+        if found is None and all(re.search(rf"""["']{name}["']\s*:""", text) for name in ("role", "content")):
+            raise refused(where, text, f"{_OR_MESSAGES}: these are in neither JSON nor Python's notation")
     return [{"role": "user", "content": text}]
 
 
@@ -158,7 +162,7 @@ def _literal(text: str) -> Any:
         pass
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
@@ -225,7 +229,12 @@ def _parsed(value: Any, where: str, kind: type) -> Any:
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raises ValueError unless `value` consists of what JSON has; parquet files may hold dates or bytes."""
+    """Raises ValueError unless `value` consists of what JSON has, in whole characters.
+
+    Parquet files may hold dates or bytes, and JSON text inside a row may hold halves of characters.
+    """
+    if isinstance(value, str) and (half := half_of_a_character(value)) is not None:
+        raise refused(where, half, "whole characters: this one is half of one (a lone surrogate), which is no text")
     if isinstance(value, dict):
         for name, each in value.items():
             _check_json(each, f"{where}: {name}")
@@ -272,7 +281,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
     if kind == "message":
         message = {name: value for name, value in item.items() if name in ("role", "content")}
         message["content"] = _content(message.get("content"), where)
-        before = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+        before = messages[-1] if messages and messages[-1].get("role") == "assistant" else {}
         if message.get("role") == "assistant" and before.get("content") is None and before:
             before["content"] = message["content"]
         else:
@@ -282,8 +291,8 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
-        parts = item.get("summary") or item.get("content") or []
-        messages.append({"role": "assistant", "content": None, "reasoning_content": "".join(p["text"] for p in parts)})
+        reasoning = _content(item.get("summary") or item.get("content") or "", where)
+        messages.append({"role": "assistant", "content": None, "reasoning_content": reasoning})
     elif kind == "function_call_output":
         messages.append(
             {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), where)}
@@ -294,7 +303,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
 
 def _assistant(messages: list[Message]) -> Message:
     """The assistant's message at the end, a new one if there is none."""
-    if not messages or messages[-1]["role"] != "assistant":
+    if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 

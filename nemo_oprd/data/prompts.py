@@ -139,7 +139,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             _refuse_unread(path, file, [name for name in names if name in UNREAD])
             columns = [name for name in names if name not in UNREAD]
             rows = file.read(columns=columns).to_pylist(maps_as_pydicts="strict")
-    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowInvalid, KeyError, OSError, UnicodeDecodeError) as error:  # KeyError: a map has a key twice
         raise ValueError(f"{path}: not a readable parquet file ({error}); download or write it again") from error
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", conversation.without_nulls(row)

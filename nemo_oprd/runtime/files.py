@@ -188,7 +188,7 @@ def parse_json(data: str | bytes, where: str, expected: str, fix: str, *, encode
     except (ValueError, RecursionError) as error:  # malformed JSON, malformed UTF-8, or brackets nested too deeply
         raise ValueError(f"{where}: not valid JSON ({error}); expected {expected}: {fix}") from error
     surrogates = _SURROGATE_BYTES if isinstance(data, bytes) else _SURROGATES
-    if encodes and surrogates.search(data) and (half := _half_of_a_character(content)) is not None:  # type: ignore[arg-type]
+    if encodes and surrogates.search(data) and (half := half_of_a_character(content)) is not None:  # type: ignore[arg-type]
         raise ValueError(
             f"{where}: holds {half!r}, half of a character (a lone surrogate), which is no text and cannot be encoded; "
             f"expected whole characters: {fix}"
@@ -201,10 +201,10 @@ _SURROGATES = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _SURROGATE_BYTES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 
-def _half_of_a_character(value: Any) -> str | None:
+def half_of_a_character(value: Any) -> str | None:
     """The first lone surrogate in the texts of a JSON value, with what surrounds it; None if there is none."""
     if isinstance(value, str):
         found = re.search("[\ud800-\udfff]", value)
         return None if found is None else value[max(0, found.start() - 10) : found.end() + 10]
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((half for part in parts if (half := _half_of_a_character(part)) is not None), None)
+    return next((half for part in parts if (half := half_of_a_character(part)) is not None), None)

@@ -30,6 +30,12 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
             smaller = smaller_teacher(student.spec, teacher.spec)
             if smaller is not None:
                 yield f"{teacher.model.key}: {smaller}" if run.config.teachers else smaller
+    if run.config.evaluation.teacher and run.config.conversation_of(0).is_set:
+        yield (
+            "evaluation.teacher=true: the teacher is evaluated after the student's prompts, not in the conversation of "
+            "teacher.system_prompt, teacher.chat_template and teacher.chat_template_args, in which it may solve more; "
+            "`nemo-oprd evaluate` with data.chat_template_args shows that"
+        )
     if data.recorded is not None:  # a replay reads no tokenizer
         return
     requests = data.prompts.requests

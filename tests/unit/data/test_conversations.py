@@ -59,6 +59,9 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]
     "NeMo Gym, text": ({"responses_create_params": {"input": ASKED["content"]}}, [ASKED], []),
     "columns without content": ({"prompt": [ASKED], "images": [], "videos": None, "tools": []}, [ASKED], []),
     "a list of numbers is a problem": ({"problem": "[1, 2, 3]"}, [{"role": "user", "content": "[1, 2, 3]"}], []),
+    "sets in a set are a problem": (
+        {"problem": "{'a', {'b', 'c'}}"}, [{"role": "user", "content": "{'a', {'b', 'c'}}"}], [],
+    ),
     "a set is a problem": ({"problem": "{1, 2}"}, [{"role": "user", "content": "{1, 2}"}], []),
     "JSON inside a message": (
         {"prompt": [{"role": "user", "content": '{"a": 1}'}]}, [{"role": "user", "content": '{"a": 1}'}], [],
@@ -155,6 +158,17 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
         ({"responses_create_params": {"input": "a", "tools": [{"type": "web_search"}]}}, "expected tools of type func"),
         ({"responses_create_params": {"input": "a", "metadata": {"chat_template_kwargs": '{"a":1}'}}}, "metadata.chat"),
         ({"responses_create_params": {"tools": []}}, "input is None, expected text or a non-empty list"),
+        (
+            {"prompt": "[{'role': 'user', 'content': 'Hi'}\n {'role': 'user', 'content': 'x'}]"},
+            "neither JSON nor Python",
+        ),
+        (
+            {"prompt": json.dumps([{**ASKED, "content": "a \ud83d"}])},
+            "message 0: content is 'a .ud83d', expected whole",
+        ),
+        ({**TEXT, "tools": json.dumps([{"name": "\ud83d"}])}, "tools: name is '.ud83d', expected whole characters"),
+        ({"responses_create_params": {"input": [{"content": "hi"}, ASKED]}}, "message 0 is .*expected {role, content}"),
+        ({"responses_create_params": {"input": [{"type": "reasoning", "summary": [{}]}]}}, "item 0: a part of content"),
         ({"problem": "half \ud83d of it"}, "line 1: holds 'half .ud83d of it', half of a character"),
         ({**TEXT, "answer": "\udc00"}, "line 1: holds '.udc00', half of a character"),
     ],
