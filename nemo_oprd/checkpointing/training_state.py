@@ -42,7 +42,12 @@ from nemo_oprd.models.megatron.optimizer_state import (
 from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.models.megatron.versions import quieten_checkpoints
 from nemo_oprd.models.megatron_bridge_config import write_run_config
-from nemo_oprd.models.weights.torch_dist import CONTENT_METADATA, open_torch_dist, read_common_state
+from nemo_oprd.models.weights.torch_dist import (
+    CONTENT_METADATA,
+    OtherCheckpointError,
+    open_torch_dist,
+    read_common_state,
+)
 from nemo_oprd.runtime.disk import naming
 
 
@@ -53,7 +58,7 @@ def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
     differing = [f.name for f in fields(ModelSpec) if f.compare and getattr(saved, f.name) != getattr(spec, f.name)]
     if differing:
         name = differing[0]
-        raise ValueError(
+        raise OtherCheckpointError(
             f"{directory} is a checkpoint of another model: {name}={getattr(saved, name)} there, and "
             f"{getattr(spec, name)} in the student's config.json; expected a checkpoint of the same student: choose "
             "another output"

@@ -12,7 +12,7 @@ SECRET_KEY = re.compile(r"(api_?key|(access|auth|hf)_?token|(^|\.)token|secret|p
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{30,}|^[0-9a-f]{40}$")
 # the part of an address before `@`, and an argument behind `?` whose name says what it is
-_BEFORE_HOST = re.compile(r"//[^/?#]*@")
+_BEFORE_HOST = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
 _ARGUMENT = re.compile(r"([?&][\w-]*(?:key|token|secret|passw(?:or)?d|credentials?|auth)=)[^&#\s'\",\]]+", re.I)
 # the former in a text; a password may hold any character but those that end the address
 _QUOTED = re.compile(r"//[^\s'\"]*@")

@@ -69,7 +69,8 @@ def _below(
         return  # `load_config` says so
     text = checked_text(path)
     own = YamlFile(path, "" if text.startswith(GLOBAL) else group)
-    defaults = (_content(path) or {}).get("defaults") if "defaults" in text else None
+    content = _content(path) if "defaults" in text else None
+    defaults = content.get("defaults") if isinstance(content, dict) else None
     entries = defaults if isinstance(defaults, list) else []
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":

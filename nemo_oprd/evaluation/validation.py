@@ -25,7 +25,7 @@ from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.rollout.beside import EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
-from nemo_oprd.runtime.signals import Signals, Stopped, agree
+from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting, agree
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,11 @@ class Validation:
             return
         (done, generations), self._begun = self._begun, None
         self._beside.drop()  # what was not asked for, because all responses of training were there, is sampled now
-        self._write(done, self._evaluator.evaluate(lambda: self._engine, generations))
+        try:
+            metrics = self._evaluator.evaluate(lambda: self._engine, generations)
+        except GenerationCancelled:  # a signal ended the wait for a server; the last checkpoint has it as deferred
+            raise StoppedWaiting(f"asked to stop while the evaluation of step {done} waited for a server") from None
+        self._write(done, metrics)
 
     def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
         logger.info("evaluating the student before training")

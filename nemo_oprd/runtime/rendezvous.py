@@ -7,6 +7,7 @@ the store that it is here, so that those who wait can name the others; only then
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import socket
 import threading
@@ -147,7 +148,10 @@ def _no_store(job: Job) -> str:
     thread.start()
     thread.join(_PROBE_S)
     who = "the launcher's store" if job.launcher_has_store else "rank(s) 0" if job.rank else "its own store"
-    return f"{who} at {job.address}: {found[-1]}; all ranks need the same MASTER_ADDR and MASTER_PORT"
+    return (
+        f"{who} at {job.address}: {found[-1]}; all ranks need the same MASTER_ADDR and MASTER_PORT (rank 0 waits for "
+        "endpoints before it joins)"
+    )
 
 
 class _Meeting:
@@ -161,13 +165,15 @@ class _Meeting:
         self.missing = ""
 
     def wait(self, limit_s: float) -> None:
-        """Waits until all are here."""
+        """Waits until all are here. Raises ValueError if that takes longer than the limit."""
         notice, store, all_here = waiting.Notice(limit_s), self._store, f"{self._prefix}/all"
         own, looked_s = f"{os.getpid()}", 0.0
         is_new = store.compare_set(f"{self._prefix}/{self._job.rank}", "", own).decode() == own
         if is_new and store.add(f"{self._prefix}/number", 1) == self._job.world:
             store.set(all_here, "yes")
-        while not store.check([all_here]) and not notice.is_over:  # torch warns whenever the time of its `wait` is over
+        while not store.check([all_here]):  # torch warns whenever the time of its `wait` is over
+            if notice.is_over:
+                raise waiting.over_limit(limit_s, self.missing)
             waited_s = notice.waited_s
             if waited_s > waiting.SAY_AFTER_S / 2 and waited_s > looked_s + _LOOK_EVERY_S:
                 self.missing, looked_s = self._missing(), waited_s
@@ -179,7 +185,7 @@ class _Meeting:
         missing = {rank for rank in range(self._job.world) if not self._is_here(rank)}
         return (
             f"rank(s) {_ranks(missing)} of {self._job.world}: start them with {self._job.address} and "
-            f"WORLD_SIZE={self._job.world}, or see why they ended"
+            f"WORLD_SIZE={self._job.world}, or see why they ended (rank 0 waits for endpoints before it joins)"
         )
 
     def _is_here(self, rank: int) -> bool:
@@ -194,7 +200,8 @@ class _Speaker:
     """
 
     def __init__(self, job: Job) -> None:
-        self._name = f"\0nemo_oprd/{os.getppid()}/{job.host}:{job.port}"
+        place = hashlib.sha256(f"{job.host}:{job.port}".encode()).hexdigest()[:32]  # a name has at most 108 bytes
+        self._name = f"\0nemo_oprd/{os.getppid()}/{place}"
         self._socket = socket.socket(socket.AF_UNIX)
         self._speaks = False
 

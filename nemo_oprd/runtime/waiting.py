@@ -58,18 +58,26 @@ def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> 
         try:
             while not over.wait(_LOOK_EVERY_S):
                 if asked:
-                    about = _or_ranks(what()).partition(": ")[0]
-                    raise Stopped(f"stopped by {asked[0]} while waiting for {about}; the same command starts again")
+                    break
                 if launcher.neighbour_reported():
                     raise launcher.NeighbourFailed
                 if notice.is_over:
-                    raise ValueError(f"waited {duration(limit_s)}, which is the limit, for {_or_ranks(what())}")
+                    raise over_limit(limit_s, what())
                 if notice.is_due and (line := notice.line(what())):
                     logger.warning(line, extra=ANY_RANK)
         except BaseException:
             _abandoned.append(thread)
             raise
+    if asked:  # also if it arrived when the wait was over: nothing else has heard of it
+        _abandoned.append(thread)
+        about = _or_ranks(what()).partition(": ")[0]
+        raise Stopped(f"stopped by {asked[0]} while waiting for {about}; the same command starts again")
     return outcome.result()
+
+
+def over_limit(limit_s: float, what: str) -> ValueError:
+    """The error of a wait that took longer than its limit; `what` is as for `wait_for`."""
+    return ValueError(f"waited {duration(limit_s)}, which is the limit, for {_or_ranks(what)}")
 
 
 def has_abandoned() -> bool:

@@ -40,6 +40,7 @@ from nemo_oprd.evaluation.validation import SourceModels, Validation
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks, init_distributed
 from nemo_oprd.models.weights.hf_export import export_hf
 from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
+from nemo_oprd.models.weights.torch_dist import OtherCheckpointError
 from nemo_oprd.observability.environment import record_environment
 from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.observability.phase_timer import PhaseTimer
@@ -408,6 +409,8 @@ def _find_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> 
         return None, notes
     try:
         check_checkpoint(root, latest, plan.files.student.spec)
+    except OtherCheckpointError:
+        raise
     except ValueError:
         damage = find_damage_inside(iteration_directory(root, latest))
         if damage is None:

@@ -31,9 +31,11 @@ def test_a_rank_says_for_whom_it_waits_and_signals_end_it(pools: Pools, tmp_path
     }  # fmt: skip
     assert max(case["seconds"] for case in found.values()) < 5
     at = "MASTER_ADDR:MASTER_PORT = 127.0.0.1:PORT"
+    later = " (rank 0 waits for endpoints before it joins)"
     missing = f"waiting for rank(s) 1-2 of 3, limit 3 h: start them with {at} and WORLD_SIZE=3, or see why they ended"
+    missing += later
     stopped = "while waiting for rank(s) 1-2 of 3; the same command starts again"
-    alike = "all ranks need the same MASTER_ADDR and MASTER_PORT"
+    alike = f"all ranks need the same MASTER_ADDR and MASTER_PORT{later}"
     assert found["first"]["said"][0] == missing and found["first"]["said"][-1] == f"stopped by SIGTERM {stopped}"
     assert found["first, Slurm"]["said"][-1] == f"stopped by SIGUSR1 {stopped}"
     assert set(found["first, Ctrl-C"]["said"]) == {missing}

@@ -41,6 +41,10 @@ CONTENT_METADATA: dict[str, Any] = {
 _COMMON_STATE = "common_state/shard_0_1"
 
 
+class OtherCheckpointError(ValueError):
+    """A checkpoint that is whole, but of another model or of another version."""
+
+
 def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
     """A reader of the checkpoint in `path`, and its index.
 
@@ -70,7 +74,7 @@ def read_common_state(path: Path, metadata: Metadata) -> Any:
     if not file.exists():
         places = [info for index, info in metadata.storage_data.items() if index.fqn == _COMMON_STATE]
         if places and not versions.reads_common_state_in_shards():
-            raise ValueError(
+            raise OtherCheckpointError(
                 f"{path} was written by Megatron-core 0.19 or later, and this is {versions.CORE_VERSION}, which "
                 "can't resume from it; expected a version that is not older: resume with Python 3.12 and Megatron-core "
                 "0.19, or convert the model with checkpoint_tools/megatron_to_hf.py"

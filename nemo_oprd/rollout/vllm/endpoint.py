@@ -110,8 +110,9 @@ def check_endpoints(
         parts = urlsplit(url)
         is_socket = url.startswith(f"{UNIX}/")
         if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
+            given = "an address with an @ (not shown)" if "@" in url else repr(url)  # a password may stand before it
             raise ValueError(
-                f"{key}: {url!r} is not the address of a server; expected e.g. http://127.0.0.1:8000 or unix:///PATH"
+                f"{key}: {given} is not the address of a server; expected e.g. http://127.0.0.1:8000 or unix:///PATH"
             )
     if urls and token_file is None:
         raise ValueError(

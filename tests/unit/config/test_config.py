@@ -12,6 +12,7 @@ from nemo_oprd.config.keys import keys
 from nemo_oprd.config.loading import default_config_dir, load_config, to_yaml
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.usual_names import USUAL_NAMES
+from nemo_oprd.rollout.vllm.endpoint import check_endpoints
 
 MODELS = ["student.hf_path=a", "teacher.hf_path=b"]
 SHIPPED = sorted(file.stem for file in default_config_dir().glob("*.yaml"))
@@ -320,6 +321,25 @@ def test_addresses_without_secrets_are_taken() -> None:
     urls = ["http://127.0.0.1:8000", "https://node7/v1?a=b", "unix:///run/a@b.sock"]
     settings = ["data.train=s3/b@c/d.jsonl", f"rollout.vllm.endpoints=[{','.join(map(repr, urls))}]"]
     assert load_config("verify", [*MODELS, *settings]).rollout.vllm.endpoints == urls
+    told = "Comments begin with // and annotations with @."
+    config = load_config("verify", [*MODELS, f"teacher.system_prompt='{told}'", "output=runs//me@site"])
+    assert (config.teacher.system_prompt, config.output) == (told, "runs//me@site")
+
+
+def test_an_address_without_its_scheme_is_not_quoted() -> None:
+    with pytest.raises(
+        ValueError, match="endpoints: an address with an @ .not shown. is not the address of a server"
+    ) as e:
+        check_endpoints([f"me:{PASSWORD}@node7:8000"], None)
+    assert PASSWORD not in str(e.value)
+
+
+@pytest.mark.parametrize("text", ["defaults\n  - quickstart\n", "- defaults\n"])
+def test_a_file_that_is_no_mapping_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_config("own", MODELS, tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("group", ["rollout.vllm", "teacher.vllm"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import pytest
+import torch.distributed as dist
 
 from nemo_oprd.runtime import waiting
-from nemo_oprd.runtime.rendezvous import Job, _ranks
+from nemo_oprd.runtime.rendezvous import Job, _Meeting, _ranks, _Speaker
+from nemo_oprd.runtime.signals import Stopped
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -53,6 +57,26 @@ def test_lines_come_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
             said.append((second, notice.line("rank(s) 1: start them")))
     assert said == [(second, "waiting for rank(s) 1, limit 3 h: start them") for second in (30, 60, 120, 240, 480)]
     assert [waiting.duration(seconds) for seconds in (900.0, 90.0, 0.5)] == ["15 min", "90 s", "0.5 s"]
+
+
+def test_a_signal_at_the_end_of_a_wait_is_not_lost() -> None:
+    """It arrives while the work ends, and the main thread has not looked since."""
+    with pytest.raises(Stopped, match="^stopped by SIGUSR1 while waiting for other ranks; the same command starts"):
+        waiting.wait_for(lambda: os.kill(os.getpid(), signal.SIGUSR1), str, 3.0)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_the_limit_of_a_meeting_is_an_error() -> None:
+    """Also where its own thread notices before the main thread: a rank that never came is not there."""
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match="^waited 0.1 s, which is the limit, for other ranks$"):
+        _Meeting(Job(0, 2, "127.0.0.1", 1), store).wait(0.1)
+
+
+def test_a_long_name_of_a_host_has_one_speaker() -> None:
+    job = Job(0, 2, "worker-0." * 20, 29500)
+    with _Speaker(job) as first, _Speaker(job) as second:
+        assert (first.says("a"), second.says("b"), first.says("c")) == ("a", "", "c")
 
 
 def test_a_limit_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
