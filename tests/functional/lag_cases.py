@@ -126,7 +126,7 @@ def train_with_a_fault(overrides: list[str], fault: str) -> tuple[str | None, li
 
         def sample(self, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
             token = super().sample(last, t, temperature, top_p)
-            logits = self.model.logits(last)[0, :, : self.vocab_size].float() / temperature
+            logits = self.columns.of(self.model.logits(last)[0]).float() / temperature
             self.noted[self.alive, t] = logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]
             return token
 
