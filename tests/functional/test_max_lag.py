@@ -208,6 +208,8 @@ def test_servers_continue_responses_over_updates(pools: Pools, settings: list[st
 
 
 OVER_TWO = ("rollout.max_lag=2", *SEGMENTS)
+# so many that the last ones cannot have been sampled before update 2, however fast the servers are
+LONGER = ("train.steps=9",)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +217,9 @@ OVER_TWO = ("rollout.max_lag=2", *SEGMENTS)
     [
         ({"spans": {"kind": "swapped"}}, OVER_TWO),
         ({"spans": {"kind": "older"}}, OVER_TWO),
-        ({"stale": {"from": 2}}, OVER_TWO),
+        ({"stale": {"from": 2}}, (*OVER_TWO, *LONGER)),
         ({"stale": {"from": 2}}, ("rollout.max_lag=1",)),
-        ({"stale": {"from": 2}}, ("rollout.max_lag=4", "rollout.mode=stream")),
+        ({"stale": {"from": 2}}, ("rollout.max_lag=4", "rollout.mode=stream", *LONGER)),
     ],
     ids=["swapped spans", "older version", "one stale server of two", "of two, exact", "of two, stream"],
 )
