@@ -157,7 +157,7 @@ def test_paths_in_data_files_are_not_opened(tmp_path: Path) -> None:
     bait = tmp_path / "bait"
     bait.write_text("{}")
     prompts, rollouts = tmp_path / "prompts.jsonl", tmp_path / "rollouts.jsonl"
-    fields = {"data_source": str(bait), "answer": f"file://{bait}", "image": str(bait), "path": str(bait)}
+    fields = {"data_source": str(bait), "answer": f"file://{bait}", "picture": str(bait), "path": str(bait)}
     prompts.write_text(json.dumps({"prompt": str(bait), **fields}) + "\n")
     rollouts.write_text(json.dumps({"prompt_ids": [1], "response_ids": [2], "response": str(bait), **fields}) + "\n")
     _opened = []

@@ -26,7 +26,9 @@ from typing import Any
 import pytest
 import vllm_intruder
 from pool import Pools
-from vllm_engine_cases import PROMPTS, expected, flags_of, free_port, lines, make_bench, serving, settings_of
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import models
+from vllm_engine_cases import MODEL, PROMPTS, expected, flags_of, free_port, lines, make_bench, serving, settings_of
 
 from nemo_oprd.rollout.vllm import client as client_module
 from nemo_oprd.rollout.vllm import engine as engine_module
@@ -36,6 +38,7 @@ from nemo_oprd.rollout.vllm.endpoint import Endpoint, caller
 from nemo_oprd.rollout.vllm.placement import Place
 from nemo_oprd.rollout.vllm.server import LocalServer, ServerRefused
 from nemo_oprd.rollout.vllm.worker import nemo_oprd_door
+from tests.support.align_tokenizers import write as write_tokenizer
 
 API_KEY = "an-api-key-of-vLLM-in-the-environment"
 # calls of vLLM itself, and of the door
@@ -59,6 +62,9 @@ class Servers:
 
     def __init__(self, root: Path) -> None:
         self.bench, self.token_file = make_bench(root / "bench"), root / "token"
+        # `serve` samples the ids with a token: all of them
+        vocabulary = {"<eos>": 0} | {f"t{i}": i for i in range(1, MODEL["vocab_size"])}
+        write_tokenizer(self.bench, HFTokenizer(models.WordLevel(vocabulary, unk_token="<eos>")))
         self.controlled = Controlled()
         self.serve: subprocess.Popen | None = None
         self.port, self.log = 0, root / "serve.log"

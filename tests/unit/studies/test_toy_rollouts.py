@@ -16,6 +16,8 @@ import torch
 from nemo_oprd.commands.toy import task
 from nemo_oprd.config.engine_records import RECORDS, Records
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.rollout.in_process.sampling import SampledColumns
 from nemo_oprd.rollout.response import Response
 from studies import recording_engine, toy_rollout_tables, toy_rollouts
 from studies.toy_rollouts import LOSSES, Arm
@@ -47,7 +49,9 @@ def test_sampling_ends_with_the_first_tokens() -> None:
 def test_log_probabilities_of_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences, of which the second alone is in the batch at the second token."""
     logits, chosen = torch.randn(2, 1, 2, 6), [torch.tensor([3, 1]), torch.tensor([2])]
-    batch: Any = SimpleNamespace(vocab_size=5, sampled=torch.zeros(2, 2, dtype=torch.long))
+    batch: Any = SimpleNamespace(
+        columns=SampledColumns(TokenIds(5), torch.device("cpu")), sampled=torch.zeros(2, 2, dtype=torch.long)
+    )
     for t, alive in enumerate((torch.tensor([0, 1]), torch.tensor([1]))):
         batch.alive, batch.model = alive, SimpleNamespace(logits=lambda last: last)
         monkeypatch.setattr(recording_engine, "_sample", lambda *_, t=t: chosen[t])
