@@ -57,7 +57,7 @@ class Comparison:
     def __init__(self, name: str, tensor: int, directory: Path) -> None:
         self.model, self.now = make_model(name, directory / "model"), directory / "now"
         with torch.no_grad():
-            self.model.get_output_embeddings().weight[PLANTED] *= 4
+            self.model.get_output_embeddings().weight[PLANTED] *= 8  # then p > 0.5 at a fifth of the positions and more
         self.results: dict[str, Any] = {"greedy": [], "logprob_gap": [], "left_out": []}
         spec = read_model_spec(directory / "model")
 
