@@ -100,13 +100,14 @@ plan() {
   fi
 }
 
-# free_port: a port that nothing on this node uses, from the job's number on, so that jobs differ. The script runs on the
-# job's first node, where the first rank listens; all ranks are given the port.
+# free_port: a port that nothing on this node uses, that of the job's number or one far from those of the next jobs, which
+# may start at the same moment. The script runs on the job's first node, where the first rank listens; all ranks are given
+# the port.
 free_port() {
   local port=$((20000 + SLURM_JOB_ID % 20000)) used
   used=$(sed -n 's/^ *[0-9]*: [0-9A-F]*:\([0-9A-F]\{4\}\) .*/\1/p' /proc/net/tcp /proc/net/tcp6 2>/dev/null || true)
   while grep -q "^$(printf %04X "$port")$" <<<"$used"; do
-    port=$((port + 1))
+    port=$((20000 + (port - 20000 + 1009) % 20000))
   done
   echo "$port"
 }
