@@ -69,7 +69,12 @@ def make_project(copy: Path, hidden: int) -> None:
     """A copy of the project with a hardly trained pair of this width in place of the quickstart's."""
     from nemo_oprd.commands.toy.pair import Recipe, build_pair
 
-    ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
+    patterns = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        """Also what other commands have put beside the project's own folders."""
+        return patterns(folder, names) | ({"models", "data"} if Path(folder) == ROOT else set())
+
     shutil.copytree(ROOT, copy, ignore=ignored)
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").write_text("")
