@@ -160,6 +160,15 @@ class Evaluator:
             finish(generations.directory, graded, keep_others=False)
         return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
 
+    def is_complete(self, generations: Generations) -> bool:
+        """Whether the directory has all responses already, as far as this machine sees it."""
+        for name in self.sets:
+            of = self._set_key(name, generations)
+            requests = self._requests(of)
+            if len(generations.kept(of, requests)) < len(requests):
+                return False
+        return True
+
     def beside(self, generations: Generations) -> Beside:
         """All responses of an evaluation, to sample them with other ones; `evaluate` of `generations` then has them.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from nemo_oprd.runtime.files import read_json, refuse_lfs_pointer
+from nemo_oprd.runtime.files import kind_of, read_json, refuse_lfs_pointer
 from nemo_oprd.runtime.messages import is_first_rank
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,8 +29,11 @@ def weight_files(directory: Path) -> list[Path]:
     is none of these, which transformers refuses, all files that are not an adapter's.
 
     Raises:
-        ValueError: there are no such files, or one of them is missing or a pointer of Git LFS.
+        ValueError: there are no such files, or one of them is missing, a pipe, or a pointer of Git LFS.
     """
+    for file in _of_models(directory, "*.safetensors"):  # before any is opened, which would wait for a pipe's writer
+        if kind := kind_of(file):
+            raise ValueError(f"{file}: is {kind}; expected a file of weights: copy it from the model's source")
     files = _chosen(directory)
     for file in files:
         refuse_lfs_pointer(file)

@@ -106,14 +106,24 @@ def wait_for_endpoints(config: Config) -> None:
         ValueError: one was not there within its `start_timeout`.
         Stopped: SIGTERM or SIGUSR1 arrived.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if not is_first_rank() or (distributed is not None and distributed.is_initialized()):
-        return
+    if config.rollout.replay is None:
+        wait_for_sampling_endpoints(config)
+    if _may_wait():
+        for key, urls in _teacher_endpoints(config).items():
+            wait_for_servers(key, urls, config.teacher.vllm.start_timeout)
+
+
+def wait_for_sampling_endpoints(config: Config) -> None:
+    """`wait_for_endpoints` for the servers that sample, where somebody else runs them."""
     kind = ENGINES[config.rollout.engine]
-    if config.rollout.replay is None and kind.groups(config.rollout, 1).placement == "elsewhere":
+    if _may_wait() and kind.groups(config.rollout, 1).placement == "elsewhere":
         wait_for_servers(f"{kind.key}.endpoints", config.rollout.vllm.endpoints, config.rollout.vllm.start_timeout)
-    for key, urls in _teacher_endpoints(config).items():
-        wait_for_servers(key, urls, config.teacher.vllm.start_timeout)
+
+
+def _may_wait() -> bool:
+    """Whether this is the first rank, and no other rank waits for it in a collective."""
+    distributed = sys.modules.get("torch.distributed")
+    return is_first_rank() and not (distributed is not None and distributed.is_initialized())
 
 
 def _teacher_endpoints(config: Config) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from pool import Pools
 
 
@@ -53,3 +54,12 @@ def test_a_rank_says_for_whom_it_waits_and_signals_end_it(pools: Pools, tmp_path
 def test_the_first_rank_that_is_there_names_the_missing_ones(pools: Pools) -> None:
     said = pools.once(4, "waiting_cases:late", late_s=2.0)
     assert said and {line.partition(", limit")[0] for line in said} == {"waiting for rank(s) 2-3 of 4"}
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "doctor"])
+def test_servers_of_others_are_asked_before_ranks_join(pools: Pools, tmp_path: Path, command: str) -> None:
+    found = pools.once(1, "waiting_cases:without_endpoint", command=command, directory=tmp_path)
+    key = "teacher.vllm" if command == "doctor" else "rollout.vllm"
+    (line,) = found["said"]
+    assert f"waited 1 s, which is the limit, for endpoint http://127.0.0.1:9 of {key}.endpoints: it does not" in line
+    assert (found["code"], found["joined"]) == (1 if command == "doctor" else 2, False)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from bad_input_case import Place
 from default_signals import default_signals
 from messages import messages
 from torch.distributed.distributed_c10d import _get_default_store
 
+from nemo_oprd import cli
 from nemo_oprd.layout import Layout
 from nemo_oprd.models.megatron import parallel
 from nemo_oprd.runtime import waiting
@@ -134,6 +136,43 @@ def all_alone(directory: Path) -> dict[str, dict[str, Any]]:
         log.touch()
         found[name] = ended_by(number, rank, log, *foreign)
     return found
+
+
+def without_endpoint(command: str, directory: Path) -> dict[str, Any]:
+    """A command whose server does not answer within its limit of a second.
+
+    Returns:
+        {"code": exit status, "said": its lines that name the server, "joined": whether it came as far as joining ranks}
+    """
+    place, log = Place(directory), directory / "log"
+    place.make()
+    (directory / "token").touch(0o600)
+    (directory / "token").write_text("t" * 40)
+    teaches = command == "doctor"  # which samples without the servers of `rollout.vllm`, because a run may use them
+    group, engine = ("teacher.vllm", "teacher.engine") if teaches else ("rollout.vllm", "rollout.engine")
+    overrides = [f"student.hf_path={place.student}", f"teacher.hf_path={place.teacher}", f"data.train={place.prompts}"]
+    overrides += [f"data.validation={{held: {place.prompts}}}", f"output={place.output}", "rollout.max_new_tokens=4"]
+    overrides += [f"{engine}=vllm", f"{group}.endpoints=['http://127.0.0.1:9']", f"{group}.start_timeout=1"]
+    overrides += [f"{group}.token_file={directory / 'token'}"]
+    log.touch()
+    pid = os.fork()
+    if pid == 0:
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        default_signals()
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        dist.init_process_group = lambda *_, **__: os.write(descriptor, b"JOINED\n")
+        try:
+            cli.main([command, "--config-name", "verify", *overrides])
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    lines = log.read_text().splitlines()
+    print(*lines, sep="\n")
+    return {"code": code, "said": [line for line in lines if ":9" in line], "joined": "JOINED" in lines}
 
 
 def late(late_s: float) -> list[str]:

@@ -43,7 +43,7 @@ from nemo_oprd.rollout.vllm.server import ServerRefused
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.signals import agree
 from nemo_oprd.setup.canary import Proof, prove_models
-from nemo_oprd.setup.checks import check_same_architecture, check_teacher_servers
+from nemo_oprd.setup.checks import check_same_architecture, check_teacher_servers, wait_for_endpoints
 from nemo_oprd.setup.data import check_bridge_tokenizers, read_prompts
 from nemo_oprd.setup.models import ModelFiles, RunFiles, RunPlan, build_distiller, make_plan
 from nemo_oprd.setup.prompt_files import validation_problems
@@ -107,6 +107,7 @@ class Examination:
             check_bridge_tokenizers(self.plan.objective, self.files)
             if self.run.evaluation.teacher and self.run.rollout.replay is None:
                 check_same_architecture(self.files.student.spec, self.files.teachers[0].spec)
+            wait_for_endpoints(self.config)
         except ValueError as error:
             text = f"`train` refuses this run, so nothing can be sampled: {error}"
             verdict: Verdict = "skipped" if self.report.is_wrong else "wrong"

@@ -21,6 +21,7 @@ from nemo_oprd.rollout.engine_kinds import ENGINES, make_engine
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
+from nemo_oprd.setup.checks import wait_for_sampling_endpoints
 from nemo_oprd.setup.models import student_files
 from nemo_oprd.setup.prompt_files import held_out_problems
 from nemo_oprd.setup.resolve import SamplingSpec, servers_ids
@@ -54,6 +55,8 @@ def evaluate(sampling: SamplingSpec) -> None:
         if os.environ.get("RANK", "0") == "0":
             stack.callback(RunLock(Path(config.output)).undo)
             generations.check()  # again under the lock: another process may have used the directory until here
+            if not evaluator.is_complete(generations):
+                wait_for_sampling_endpoints(config)
         init_distributed()
         model.check_files()
 

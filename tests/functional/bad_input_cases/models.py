@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,12 @@ CATEGORIES: list[Category] = []
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0} | {"original_max_position_embeddings": 16}
+
+
+def pipe(file: Path) -> None:
+    """Puts a named pipe, which nobody writes to, in the place of a file."""
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
 
 
 def give_experts(place: Place, lost: str = "", **changes: Any) -> None:
@@ -174,6 +182,8 @@ def in_fp8(place: Place, scales: tuple[int, int] | None) -> None:
 case("file for a model", "a file where a model's directory belongs", "prompts.jsonl: is a file | expected the directory of a Hugging Face model | name the directory", "student.hf_path={root}/prompts.jsonl")
 case("fp8 without scales", "a quantised tensor without its scales", "q_proj.weight' holds F8_E4M3 numbers without scales | or scales in the files | copy all files", prepare=lambda p: in_fp8(p, None))
 case("other scales", "scales of another shape", "q_proj.weight' has fp8 numbers F8_E4M3 [64, 32] and scales F32 [3, 2] | expected numbers F8_E4M3 and scales F32/BF16/F16/F8_E8M0 [4, 2] | copy", prepare=lambda p: in_fp8(p, (3, 2)))
+case("pipe for weights", "a named pipe where weights belong", "model.safetensors: is a named pipe (FIFO); expected a file of weights: copy it", prepare=lambda p: pipe(p.student / "model.safetensors"))
+case("pipe beside weights", "a named pipe beside the teacher's weights", "more.safetensors: is a named pipe (FIFO); expected a file of weights: copy it", prepare=lambda p: pipe(p.teacher / "more.safetensors"))
 case("missing shard", "a shard that the index names and that is not there", "model-00002.safetensors: no such file | 1 of 2 shards | copy it", prepare=lambda p: shard(p, a="model-00002.safetensors"))
 case("shard elsewhere", "an index that names a file elsewhere", "names '../teacher/model.safetensors' | expected a file in | correct the index", prepare=lambda p: shard(p, a="../teacher/model.safetensors"))
 case("broken index", "an index that is not JSON", "index.json: not valid JSON | expected an object with weight_map: copy it", prepare=lambda p: [shard(p), (p.student / "model.safetensors.index.json").write_text("{")], library=r"JSON \((.*?)\);")
