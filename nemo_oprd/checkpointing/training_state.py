@@ -35,9 +35,11 @@ from nemo_oprd.distillation.student import Student
 from nemo_oprd.models import ModelSpec, copy_hf_config, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron.optimizer_state import (
+    ask_for_other_form,
     load_optimizer_state,
     prepare_adam_for_loading,
     sharded_optimizer_state,
+    take_other_form,
 )
 from nemo_oprd.models.megatron.parallel import everyones
 from nemo_oprd.models.megatron.versions import quieten_checkpoints
@@ -125,6 +127,8 @@ def save_checkpoint(
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
                 state: dict[str, Any] = {"step": step, "optimizer_steps": student.optimizer_steps}
                 state |= resume_signature(student.config, student.objective, student.needs)
+                # the form of the optimizer's state in the file, see models/megatron/optimizer_state.py
+                state["distributed_optimizer"] = student.config.distributes_optimizer(student.role.layout)
                 state["adaptive_gaps"] = student.adaptive.state()
                 if student.objective.trains_in_parts:
                     state["partial_training_updates"] = student.partial_training.state
@@ -143,7 +147,6 @@ def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) ->
     return {
         "seed": config.seed,
         "precision": config.precision,
-        "distributed_optimizer": config.train.distributed_optimizer,
         # which parameters have optimizer state
         "deepest_trained_layer": objective.trained_depth,
         "final_norm_trained": objective.final_layer is not None or objective.trains_head,
@@ -187,20 +190,24 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     directory = iteration_directory(root, step)
     if student.role.is_member:
         prepare_adam_for_loading(student.optimizer)
-    average = student.average
+    average, saved = student.average, read_state(directory)
+    in_other_form = saved["distributed_optimizer"] != student.config.distributes_optimizer(student.role.layout)
     with average.in_float32() if average is not None else nullcontext():
         state = _sharded_state(student, is_loading=True)
+        if in_other_form and "optimizer" in state:
+            ask_for_other_form(student.optimizer, state["optimizer"], open_torch_dist(directory)[1].state_dict_metadata)
         loaded = dist_checkpointing.load(state, str(directory))
         for i, chunk in enumerate(average.chunks if average is not None else ()):
             if f"average{i}" in state:
                 chunk.load_state_dict(loaded[f"average{i}"])
-    saved = read_state(directory)
     student.optimizer_steps = saved.get("optimizer_steps", step * student.config.train.updates_per_rollout)
     if not student.role.is_member:
         return
     for i, chunk in enumerate(student.ddp):
         chunk.module.load_state_dict(loaded[f"model{i}"])
     if "optimizer" in state:
+        if in_other_form:
+            take_other_form(student.optimizer, loaded["optimizer"])
         load_optimizer_state(student.optimizer, loaded["optimizer"])
     student.adaptive.restore(saved["adaptive_gaps"])
     if student.objective.trains_in_parts:

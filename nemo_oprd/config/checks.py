@@ -400,11 +400,11 @@ def _check_bridge(config: Config) -> None:
             "bridge.train=true with a loss.representation.weight of 0 in some updates: the projectors would drift "
             "where no loss reaches them; expected weights above 0: change the schedule, or set bridge.train=false"
         )
-    if config.precision == "bf16" and not config.train.distributed_optimizer:
+    if config.precision == "bf16" and config.train.distributed_optimizer is False:
         raise ValueError(
             "bridge.train=true with precision=bf16 and train.distributed_optimizer=false: Megatron's plain bf16 "
             "optimizer can't save the projectors, which are float32; expected the distributed optimizer: set "
-            "train.distributed_optimizer=true"
+            "train.distributed_optimizer=auto"
         )
 
 

@@ -23,6 +23,7 @@ from nemo_oprd.config.server_schema import ServerConfig
 from nemo_oprd.config.teacher_kinds import SERVED, TEACHER_KINDS
 from nemo_oprd.config.train_schema import TrainConfig
 from nemo_oprd.config.types import STRICT, FilePath, Fixed, Free, Learned, NonNegativeInt
+from nemo_oprd.layout import Layout
 
 __all__ = [
     "AdaptiveConfig",
@@ -96,6 +97,14 @@ class Config:
         model = self.teacher if TEACHER_KINDS[self.teacher.weights].own_model else self.student
         bridge = None if self.bridge.path == "none" else self.bridge.path
         return [TeacherSource(model.hf_path, model.checkpoint, model.provider, bridge=bridge)]
+
+    def distributes_optimizer(self, student: Layout) -> bool:
+        """Whether the state of the student's optimizer is divided over its data-parallel ranks."""
+        chosen = self.train.distributed_optimizer
+        if chosen == "auto":
+            # Megatron's plain bf16 optimizer can't save projectors, which are float32
+            return student.data * student.context > 1 or (self.bridge.train and self.precision == "bf16")
+        return chosen
 
     def conversation_of(self, number: int) -> OwnConversation:
         """The keys of teacher `number`'s conversation: its own, or those of `teacher`."""

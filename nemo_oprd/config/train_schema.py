@@ -11,7 +11,6 @@ from pydantic.dataclasses import dataclass
 from nemo_oprd.config.types import (
     STRICT,
     Decay,
-    Fixed,
     Fraction,
     Free,
     Learned,
@@ -54,8 +53,12 @@ class TrainConfig:
     """of AdamW"""
     clip_grad: Learned[NonNegativeFloat] = 1.0
     """largest gradient norm; 0: no clipping"""
-    distributed_optimizer: Fixed[bool] = True
-    """divide the optimizer's state over the data-parallel ranks"""
+    distributed_optimizer: Free[Literal["auto"] | bool] = "auto"
+    """divide the optimizer's state over the data-parallel ranks
+
+    `auto` does so from two data-parallel ranks on (context-parallel ranks count), and for `bridge.train=true` in bf16.
+    Over one rank it would only move the gradients and the weights once more. A checkpoint resumes with either.
+    """
     save_every: Free[NonNegativeInt] = 0
     """steps between checkpoints; 0: none"""
     save_minutes: Free[NonNegativeFloat] = 0.0

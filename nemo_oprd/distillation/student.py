@@ -37,6 +37,7 @@ from nemo_oprd.models.megatron.optimizer import (
     make_optimizer,
     mark_partial,
     set_learning_rate,
+    step_clipped,
     wrap_ddp,
 )
 from nemo_oprd.models.megatron.parallel import Role, on_device
@@ -123,8 +124,9 @@ class Student:
                 for match, read_teacher in zip(objective.teachers, read_teachers, strict=True)
             ]
         accumulate_in_products(self.chunks)
-        self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=config.train.distributed_optimizer)
-        self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype)
+        distributed = config.distributes_optimizer(role.layout)
+        self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=distributed)
+        self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype, distributed=distributed)
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
 
     def _mark_trained_parameters(self) -> None:
@@ -186,7 +188,7 @@ class Student:
             nonfinite_reason = f"the gradient's norm is {norm}; non-finite in {self._nonfinite_parameters()}"
         if nonfinite_reason is None:
             with self.partial_training.step(reached=objective.output_weight > 0):
-                self.optimizer.step()
+                step_clipped(self.optimizer, norm, self.config.train.clip_grad)
             if self.average is not None:
                 self.average.update(self.chunks)
         return Update(rate, norm, nonfinite_reason)

@@ -204,6 +204,47 @@ def test_later_steps_do_not_depend_on_the_kind_of_optimizer(pools: Pools, tmp_pa
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=2e-5)
 
 
+RESUMED = {
+    # (ranks, settings) of the first two updates, and of the third; auto shards over two ranks and not over one
+    "sharded, then not": (1, ["train.distributed_optimizer=true"], 1, ["train.distributed_optimizer=false"]),
+    "not sharded, then sharded": (1, ["train.distributed_optimizer=false"], 1, ["train.distributed_optimizer=true"]),
+    "DP1, then DP2": (1, [], 2, []),
+    "DP2, then DP1": (2, [], 1, []),
+    "PP2, then DP2": (2, ["student.parallel.pipeline=2"], 2, []),
+    "DP2, then TP2": (2, [], 2, ["student.parallel.tensor=2"]),
+}
+ALWAYS_RESUMED = ("sharded, then not", "DP1, then DP2")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in ALWAYS_RESUMED else pytest.mark.slow) for case in RESUMED]
+)
+def test_checkpoints_of_one_kind_of_optimizer_resume_with_the_other(
+    pools: Pools, tmp_path: Path, case: str, precision: str
+) -> None:
+    """The third update is that of a run whose optimizer stays as it is."""
+    ranks, first, ranks_after, after = RESUMED[case]
+    shared = [*BASE, f"precision={precision}", "train.save_every=1", "train.lr=1e-3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    pools[ranks].run("cases:run_train", overrides=[*shared, *first, "train.steps=3", f"output={whole}"])
+    pools[ranks].run("cases:run_train", overrides=[*shared, *first, "train.steps=2", f"output={parts}"])
+    saved = json.loads((parts / "checkpoints" / "iter_0000002" / "state.json").read_text())["distributed_optimizer"]
+    shutil.rmtree(parts / "hf")
+    pools[ranks_after].run("cases:run_train", overrides=[*shared, *after, "train.steps=3", f"output={parts}"])
+    now = json.loads((parts / "checkpoints" / "iter_0000003" / "state.json").read_text())["distributed_optimizer"]
+    assert saved != now
+    expected, got = weights(whole / "hf"), weights(parts / "hf")
+    for name, value in expected.items():
+        if ranks == ranks_after == 1:
+            assert torch.equal(got[name], value), name
+        # a lost moment or a lost float32 weight moves weights by tenths of the rate; two layouts differ by roundings
+        atol = 5e-6 if precision == "fp32" else 1e-4
+        torch.testing.assert_close(
+            got[name].float(), value.float(), rtol=8e-3 if precision == "bf16" else 1e-5, atol=atol
+        )
+
+
 @pytest.mark.parametrize("layout", ["PP2 VPP2", pytest.param("DP2", marks=pytest.mark.slow)])
 def test_resume_with_tied_embeddings(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Megatron gives a shared embedding a bucket of its own, behind padding, as sizes here leave some."""

@@ -74,7 +74,7 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
     count = student_parameters(work, layout, pipeline)
     # a float32 copy of the weights where they are bfloat16, and two moments
     state = 12 if work.value_bytes < 4 else 8
-    is_sharded = work.config.train.distributed_optimizer
+    is_sharded = work.config.distributes_optimizer(layout)
     shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
     parts = {
         "weights": float(count.all_held * work.value_bytes),
@@ -142,7 +142,7 @@ def optimizer_step(work: Workload, layout: Layout, pipeline: int, *, layers: Lay
     if layers == "transformer_engine":
         return 0.0
     count = student_parameters(work, layout, pipeline)
-    is_sharded = work.config.train.distributed_optimizer
+    is_sharded = work.config.distributes_optimizer(layout)
     shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
     trained = count.trained + projector_parameters(work, layout, pipeline)
     return 4.0 * (trained / shards + count.experts_trained / copies)

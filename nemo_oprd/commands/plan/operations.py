@@ -118,7 +118,7 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     stage = max((student_parameters(work, student, p) for p in range(student.pipeline)), key=lambda each: each.all_held)
     shards, copies = student.data * student.context, student.expert_copies
     away, experts_away = (shards - 1) / shards, (copies - 1) / copies
-    gathered = e if work.config.train.distributed_optimizer else 4  # parameters gathered, or the sum sent back
+    gathered = e if work.config.distributes_optimizer(student) else 4  # parameters gathered, or the sum sent back
     layers = max(student.layers_per_stage(spec.num_layers))
     counting = _counting_passes(work)
     passes = 2 + (1 if work.config.student.recompute == "full" else 0) + counting

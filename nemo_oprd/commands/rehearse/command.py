@@ -239,7 +239,7 @@ def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any
     for name, seen in found["phases"].items():
         phases[name] = {
             "measured_bytes": seen["bytes"],
-            "planned_bytes": planned_bytes(kind, name, run_spec.config),
+            "planned_bytes": planned_bytes(kind, name, run_spec),
             **{key: seen[key] for key in ("host_bytes", "leaves", "kernels", "at_peak", "lines_at_peak")},
             "waits": sum(wait["count"] for wait in seen["waits"]),
         }
@@ -279,15 +279,15 @@ def kind_of(run_spec: RunSpec, planned: Estimate, rank: int) -> RankKind:
     return next(kind for kind in planned.kinds if (kind.student, kind.teacher) == stages(run_spec, rank))
 
 
-def planned_bytes(kind: RankKind, phase: str, config: Config) -> float | None:
+def planned_bytes(kind: RankKind, phase: str, run_spec: RunSpec) -> float | None:
     """What `plan` says of a phase; None where it is silent."""
-    memory = kind.memory
+    memory, config = kind.memory, run_spec.config
     if phase in BUILT:
         # an optimizer has its two moments from the first step on; a copy of bfloat16 weights in float32 at once
         share = {"optimizer": 1 / 3 if config.precision == "bf16" else 0.0}
         there = [*BUILT][: [*BUILT].index(phase) + 1]
         held = sum(memory.always.get(part, 0.0) * share.get(part, 1.0) for name in there for part in BUILT[name])
-        if phase == "build optimizer" and config.train.distributed_optimizer:
+        if phase == "build optimizer" and config.distributes_optimizer(run_spec.student_layout):
             # before that, Megatron copies the weights into one buffer
             copied = sum(memory.always.get(part, 0.0) for part in ("rollout copy", "weights", "weights", "gradients"))
             held = max(held, copied)

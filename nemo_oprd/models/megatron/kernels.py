@@ -50,5 +50,6 @@ def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net
     if delta_net:
         found["gated delta net"] = delta_net_kernels()
     if optimizer is not None:
-        found["AdamW"] = type(optimizer).__module__.split(".")[0] + "." + type(optimizer).__name__
+        fused = " (fused)" if any(group.get("fused") for group in optimizer.param_groups) else ""
+        found["AdamW"] = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}{fused}"
     return found

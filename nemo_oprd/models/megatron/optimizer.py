@@ -22,7 +22,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from nemo_oprd.config.schema import TrainConfig
 from nemo_oprd.models.megatron.model import DistillingModel
 from nemo_oprd.models.megatron.observed_layer import ObservedLayer
-from nemo_oprd.models.megatron.parallel import Role
+from nemo_oprd.models.megatron.parallel import Role, device
 from nemo_oprd.models.megatron.partial_training import GROUP_KEY, MARK
 
 
@@ -91,8 +91,13 @@ def _count_inner_padding(buffer: Any) -> None:
     buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
-def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype: torch.dtype) -> Any:
-    """Megatron's AdamW over the parameters that have gradients; 1-D parameters are not decayed."""
+def make_optimizer(
+    ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype: torch.dtype, *, distributed: bool
+) -> Any:
+    """Megatron's AdamW over the parameters that have gradients; 1-D parameters are not decayed.
+
+    `distributed`: divided over the data-parallel ranks, as the `ddp_chunks` were made.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=train.lr,
@@ -104,7 +109,7 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
         clip_grad=train.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=train.distributed_optimizer,
+        use_distributed_optimizer=distributed,
     )
     overrides = {**get_standard_config_overrides(config), ParamKey(attr=MARK): {GROUP_KEY: True}}
     optimizer = get_megatron_optimizer(
@@ -114,10 +119,39 @@ def make_optimizer(ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype:
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # neither Transformer Engine nor Apex is installed
         clip_grads.l2_norm_impl = norm_of_all
     for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            # one pass over weights, gradients and moments, where the default makes about ten
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
         # the distributed optimizer is gathered over it to be saved
         experts = any(group.get("is_expert_parallel") for group in part.param_groups)
         part.data_parallel_group_gloo = role.expert_host_group if experts else role.host_group
     return optimizer
+
+
+def step_clipped(optimizer: Any, norm: float, largest: float) -> None:
+    """One step with the gradients that `prepare_grads` has prepared, scaled down to a norm of at most `largest`.
+
+    Megatron's own `step` measures the norm once more. PyTorch's fused AdamW scales a gradient where it reads it; for
+    the other implementations the gradients are scaled in place before.
+
+    Args:
+        norm: the norm of all gradients, over all ranks.
+        largest: 0 sets no limit.
+    """
+    coefficient = largest / (norm + 1e-6) if largest else 1.0  # as Megatron clips
+    parts = [part for part in optimizer.chained_optimizers if coefficient < 1 and part.get_parameters()]
+    scaling: list[Any] = [part.optimizer for part in parts if isinstance(part.optimizer, torch.optim.AdamW)]
+    for part in parts:
+        if part.optimizer not in scaling:
+            clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), largest, norm)
+    for adam in scaling:
+        adam.grad_scale = torch.full((), 1 / coefficient, device=device())
+    try:
+        optimizer.step_with_ready_grads()
+    finally:
+        for adam in scaling:
+            adam.grad_scale = None
 
 
 def norm_of_all(chunk: int, overflow: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:

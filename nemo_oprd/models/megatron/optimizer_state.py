@@ -1,14 +1,24 @@
-"""The state of Megatron's optimizer in a checkpoint: what is saved of it, and how PyTorch's AdamW takes it back."""
+"""The state of Megatron's optimizer in a checkpoint: what is saved of it, and how PyTorch's AdamW takes it back.
+
+Megatron saves the state of its distributed optimizer and of its plain ones in different forms. Both hold AdamW's
+moments under the same keys. They differ in the key of the float32 weights beside bfloat16 ones (`_DISTRIBUTED_WEIGHT`,
+`_PLAIN_WEIGHT`; only the distributed form has a second copy of float32 weights), and in the place of parameter groups
+and step count. A checkpoint of one form is loaded into an optimizer of the other by asking for the tensors under the
+keys that the file has, and moving groups and step count to where the optimizer looks for them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+_DISTRIBUTED_WEIGHT, _PLAIN_WEIGHT = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
 def sharded_optimizer_state(
@@ -28,6 +38,61 @@ def sharded_optimizer_state(
     return state
 
 
+def ask_for_other_form(optimizer: Any, state: dict[Any, Any], saved_keys: Container[str]) -> None:
+    """Changes `state`, made by `sharded_optimizer_state` to be loaded, into a request for a file of the other form.
+
+    Args:
+        saved_keys: the keys of the tensors in the file.
+    """
+    for part, of_part in _parts(optimizer, state):
+        if not _is_distributed(part):
+            for tensor in nested_values(of_part):
+                if getattr(tensor, "key", "").startswith(_PLAIN_WEIGHT):
+                    tensor.key = _DISTRIBUTED_WEIGHT + tensor.key.removeprefix(_PLAIN_WEIGHT)
+            continue
+        for tensors in of_part["param_state"].values():
+            weight = tensors["param"]
+            weight.key = _PLAIN_WEIGHT + weight.key.removeprefix(_DISTRIBUTED_WEIGHT)
+            if weight.key not in saved_keys:  # a float32 weight, which the file has as the model's only
+                del tensors["param"]
+
+
+def take_other_form(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Changes what was loaded on the request of `ask_for_other_form` into the form that `optimizer` loads.
+
+    The model must have its weights already: a distributed optimizer loads float32 weights from them.
+    """
+    for part, of_part in _parts(optimizer, state):
+        if _is_distributed(part):
+            plain = of_part.pop("optimizer", of_part)
+            count = plain.pop("state", {}).get("common_step")
+            groups = plain.pop("param_groups")
+            counted = {} if count is None else {"step": count}
+            groups = [{**counted, **{k: v for k, v in group.items() if k != "params"}} for group in groups]
+            of_part["optimizer"] = {"param_groups": groups}
+            of_part["param_state_sharding_type"] = "fully_reshardable"
+            for i, parameter in enumerate(p for buffer in part.buffers for p in buffer.param_index_map):
+                of_part["param_state"][i].setdefault("param", parameter.detach())
+            continue
+        inner = of_part if "fp32_from_fp16_params" not in of_part else of_part["optimizer"]
+        groups = of_part["optimizer"]["param_groups"]
+        for group, here in zip(groups, inner["param_groups"], strict=True):
+            group["params"] = here["params"]
+            if isinstance(part.optimizer, torch.optim.AdamW) and "step" in group:
+                inner.setdefault("state", {})["common_step"] = group.pop("step")
+        inner["param_groups"] = groups
+
+
+def _parts(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The parts of Megatron's optimizer, each with its part of a sharded state."""
+    parts = optimizer.chained_optimizers
+    return zip(parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True)
+
+
+def _is_distributed(part: Any) -> bool:
+    return hasattr(part, "gbuf_ranges")
+
+
 def prepare_adam_for_loading(optimizer: Any) -> None:
     """Prepares PyTorch's AdamW so that Megatron's distributed optimizer, made for Apex's or TE's Adam, can load it.
 
@@ -41,24 +106,39 @@ def prepare_adam_for_loading(optimizer: Any) -> None:
         for group in part.optimizer.param_groups:
             for p in group["params"]:
                 if p not in part.optimizer.state:
-                    state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                    part.optimizer.state[p] = {"step": torch.zeros(()), **state}
+                    part.optimizer.state[p] = first_state(p)
         if hasattr(part, "_set_main_param_and_optimizer_states"):
             copy = type(part)._set_main_param_and_optimizer_states
             part._set_main_param_and_optimizer_states = functools.partial(_copy_with_step, part, copy)
+
+
+def first_state(parameter: torch.Tensor, *, counted: bool = True) -> dict[str, torch.Tensor]:
+    """The state that AdamW's first step creates for a parameter. `counted`: with a step count, as PyTorch's has one.
+
+    The count lies where fused kernels expect it, on the parameter's device.
+    """
+    state = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    return {"step": torch.zeros((), device=parameter.device), **state} if counted else state
 
 
 def load_optimizer_state(optimizer: Any, state: dict[Any, Any]) -> None:
     """Loads what `dist_checkpointing.load` returned, after `prepare_adam_for_loading`.
 
     Megatron loads one step counter for all parameters, and AdamW would then increment it once per parameter and update,
-    so every parameter gets a counter of its own.
+    so every parameter gets a counter of its own. Which implementation of AdamW runs is not taken from the file.
     """
+    fused = [[group.get("fused") for group in part.optimizer.param_groups] for part in _inner(optimizer)]
     optimizer.load_state_dict(state)
-    for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            for kept in part.optimizer.state.values():
-                kept["step"] = torch.as_tensor(kept["step"]).clone()
+    for part, of_part in zip(_inner(optimizer), fused, strict=True):
+        for group, value in zip(part.optimizer.param_groups, of_part, strict=True):
+            group["fused"] = value
+        for parameter, kept in part.optimizer.state.items():
+            kept["step"] = torch.as_tensor(kept["step"], device=parameter.device).clone()
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    """The parts of Megatron's optimizer that hold PyTorch's AdamW."""
+    return [part for part in optimizer.chained_optimizers if isinstance(part.optimizer, torch.optim.AdamW)]
 
 
 def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

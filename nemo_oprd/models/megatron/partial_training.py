@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from nemo_oprd.models.megatron.optimizer_state import first_state
+
 # The attribute of partially trained parameters, and the key of their groups. The key is one of the four by which
 # Megatron distinguishes groups when it loads a checkpoint; it has no other effect, because `set_learning_rate` sets all
 # rates.
@@ -34,9 +36,7 @@ class PartialTraining:
             # The state that a first step would create, so that it can be saved before that step. All parameters get it:
             # when Megatron loads a checkpoint, it creates missing state only if there is no state at all.
             for p in (p for group in part.optimizer.param_groups for p in group["params"]):
-                state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                counted = {"step": torch.zeros(())} if isinstance(part.optimizer, torch.optim.AdamW) else {}
-                part.optimizer.state[p] = {**counted, **state}
+                part.optimizer.state[p] = first_state(p, counted=isinstance(part.optimizer, torch.optim.AdamW))
 
     @contextmanager
     def step(self, *, reached: bool) -> Iterator[None]:
@@ -88,4 +88,4 @@ class PartialTraining:
                         group["step"] = count
                     continue
                 for p in group["params"]:
-                    part.optimizer.state[p]["step"] = torch.tensor(float(count))
+                    part.optimizer.state[p]["step"] = torch.tensor(float(count), device=p.device)

@@ -77,14 +77,12 @@ def test_ranks_are_chosen_in_one_way_and_parts_are_known(capsys: pytest.CaptureF
 def test_a_plan_of_building_grows_from_part_to_part(run: Any) -> None:
     spec = run(8)
     (kind,) = estimate(spec, Cluster(8, GPUS["h100"])).kinds
-    sizes = [
-        planned_bytes(kind, f"build {part}", spec.config) for part in ("engine", "student", "optimizer", "teachers")
-    ]
+    sizes = [planned_bytes(kind, f"build {part}", spec) for part in ("engine", "student", "optimizer", "teachers")]
     assert sizes == sorted(sizes)
     always = kind.memory.always
     assert sizes[1] == always["rollout copy"] + always["weights"]
-    assert planned_bytes(kind, "weights", spec.config) is None
-    assert planned_bytes(kind, "generation", spec.config) > sum(always.values())
+    assert planned_bytes(kind, "weights", spec) is None
+    assert planned_bytes(kind, "generation", spec) > sum(always.values())
 
 
 def test_who_gathers_has_more_tensors_than_who_gives() -> None:

@@ -313,7 +313,6 @@ def test_disk_errors_name_the_path(tmp_path: Path) -> None:
     [
         ("seed=1", 4, "made with seed=0, this run has 1"),
         ("precision=bf16", 4, "made with precision=fp32, this run has bf16"),
-        ("train.distributed_optimizer=false", 4, "distributed_optimizer=True, this run has False"),
         ("seed=0", 2, "deepest_trained_layer=4, this run has 2"),
     ],
 )
