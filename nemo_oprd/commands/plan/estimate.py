@@ -10,7 +10,6 @@ from nemo_oprd.commands.plan.memory import (
     buffers,
     captured_bytes,
     engine_buffers,
-    optimizer_step,
     responses_of_wave,
     student_state,
     target_bytes,
@@ -278,8 +277,7 @@ def _without_sampling(work: Workload, student: Layout, teacher: Layout, rank: in
     if learns is not None:
         moments = update_memory(work, student, learns, layers=layers)
         phases |= {name: {"targets": targets, **parts} for name, parts in moments.items()}
-        step = optimizer_step(work, student, learns, layers=layers)
-        phases["optimizer"] = {"temporary": step}
+        phases["optimizer"] = {"temporary": 0.0}  # a fused AdamW makes no tensors
     return Memory(always, phases)
 
 

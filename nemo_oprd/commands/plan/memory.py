@@ -137,17 +137,6 @@ def engine_buffers(work: Workload, layout: Layout, *, trains: bool, teaches: boo
     }
 
 
-def optimizer_step(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> float:
-    """Bytes of the optimizer's step: torch's AdamW makes the roots of all second moments at a time; fused ones none."""
-    if layers == "transformer_engine":
-        return 0.0
-    count = student_parameters(work, layout, pipeline)
-    is_sharded = work.config.distributes_optimizer(layout)
-    shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
-    trained = count.trained + projector_parameters(work, layout, pipeline)
-    return 4.0 * (trained / shards + count.experts_trained / copies)
-
-
 def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
     """Bytes of the teachers' weights on a rank of their stage `pipeline`; with `teacher.offload` of the largest."""
     each, averages = [], TEACHER_KINDS[work.config.teacher.weights].averages
