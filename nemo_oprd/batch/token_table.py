@@ -57,8 +57,11 @@ class TokenTable:
 
     def draw(self, count: int, key: tuple[int, ...]) -> TokenTable:
         """At most `count` random rows, without replacement and with equal weights. Equal keys give equal rows."""
-        chosen = np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False)
-        return self.select(np.sort(chosen))
+        return self.select(self.draw_indices(count, key))
+
+    def draw_indices(self, count: int, key: tuple[int, ...]) -> np.ndarray:
+        """The ascending indices of the rows of `draw`."""
+        return np.sort(np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False))
 
     def select(self, chosen: np.ndarray) -> TokenTable:
         """Some of the rows, by their ascending indices, with equal weights."""

@@ -59,7 +59,11 @@ class LoggingConfig:
     measure them in every update.
     """
     output_metrics_rows: PositiveInt = 1024
-    """response tokens of such a measurement"""
+    """response tokens of such a measurement
+
+    Drawn anew for each update, the same ones in every layout. With an output-space term other than top_k, the top sets
+    of `val-topk/*` are searched in so many tokens of each update; the other metrics are those of all tokens.
+    """
     gradient_noise_every: NonNegativeInt = 0
     """updates between measurements of the gradient's noise; 0: none
 

@@ -22,7 +22,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import open_bridge
 from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
 from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
-from nemo_oprd.config.schema import Config, OutputLossConfig, RepresentationLossConfig, RolloutConfig, TeacherSource
+from nemo_oprd.config.schema import Config, RepresentationLossConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
 from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.losses.output_loss import OutputLoss
@@ -40,6 +40,8 @@ class OutputTerm:
             the teacher's distribution. False: two numbers, the log-probability of the sampled token and the entropy.
         drawn_rows: 0 for a loss, which covers all response tokens. A positive number means that the divergence is only
             measured, on that many rows (`watched_metrics.py`).
+        searched_rows: the number of rows in which the top sets are searched where they are only measured; 0: all.
+        draw_key: the seed by which rows are drawn.
     """
 
     loss: OutputLoss
@@ -48,16 +50,24 @@ class OutputTerm:
     chunk_tokens: int
     sends_states: bool
     drawn_rows: int = 0
-    draw_key: tuple[int, ...] = ()  # seed that selects the drawn rows
+    searched_rows: int = 0
+    draw_key: tuple[int, ...] = ()
 
     @staticmethod
-    def build(config: OutputLossConfig, rollout: RolloutConfig) -> OutputTerm | None:
+    def build(config: Config) -> OutputTerm | None:
         """The configured output loss at its largest weight; None if the configuration has none."""
-        if config.is_off:
+        output = config.loss.output
+        if output.is_off:
             return None
-        loss = OutputLoss.of(config, rollout.token_correction)
+        loss = OutputLoss.of(output, config.rollout.token_correction)
         return OutputTerm(
-            loss, largest(config.weight), config.aggregation, config.chunk_tokens, sends_states=loss.needs_distribution
+            loss,
+            largest(output.weight),
+            output.aggregation,
+            output.chunk_tokens,
+            sends_states=loss.needs_distribution,
+            searched_rows=0 if loss.needs_support else config.logging.output_metrics_rows,
+            draw_key=(config.seed,),
         )
 
     @property
@@ -87,6 +97,17 @@ class OutputTerm:
                     "rollout.correction=off"
                 )
         return table.draw(self.drawn_rows, self.draw_key) if self.only_watched else table
+
+    def support_rows(self, table: TokenTable) -> np.ndarray | None:
+        """bool [N]: in which rows of the whole batch the top sets are searched; None: in all.
+
+        The search costs an eighth of a full-vocabulary update, and its metrics are means over rows.
+        """
+        if not 0 < self.searched_rows < len(table):
+            return None
+        chosen = np.zeros(len(table), dtype=bool)
+        chosen[table.draw_indices(self.searched_rows, self.draw_key)] = True
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -187,7 +208,7 @@ class Objective:
             k=loss.k,
             position=loss.position,
             aggregation=loss.aggregation,
-            output=None if fitting else OutputTerm.build(config.loss.output, config.rollout),
+            output=None if fitting else OutputTerm.build(config),
             trains_bridge=matches[0].bridge is not None and config.bridge.train,
             weights=(loss.weight, config.loss.output.weight),
             router_weights=(config.student.router_aux_loss, config.student.router_z_loss),
@@ -208,7 +229,9 @@ class Objective:
         representation, output = (
             largest(weight) if step is None else weight_at(weight, step) for weight in self.weights
         )
-        term = None if self.output is None else replace(self.output, weight=output)
+        term = self.output
+        if term is not None:
+            term = replace(term, weight=output, draw_key=(*term.draw_key, 0 if step is None else step))
         weights = self.layer_weights if layer_weights is None else layer_weights
         return StepObjective(self, representation, weights, position_factors, term)
 

@@ -23,6 +23,7 @@ from nemo_oprd.data.tokenization.token_ids import TokenIds
 from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, OUTPUT_METRICS, output_values
 from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
+from nemo_oprd.losses.divergences import SUPPORT_METRICS
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 from nemo_oprd.models import ModelSpec
@@ -148,7 +149,8 @@ class OutputHeadLoss:
     sampled; None if these are the current weights.
     `engine_logprob` holds them as the engine computed them; None without a correction. `token_slots` says where the
     rows' values are kept per token
-    (`TokenSlots.of_rows`); None: they are not kept.
+    (`TokenSlots.of_rows`); None: they are not kept. `support_rows` are those of the n rows in which top sets are
+    searched; None: all.
     """
 
     loss: OutputLoss
@@ -166,6 +168,7 @@ class OutputHeadLoss:
     old_sampler_logprob: torch.Tensor | None = None  # [n]
     engine_logprob: torch.Tensor | None = None  # [n] float32
     token_slots: torch.Tensor | None = None  # [n] int64
+    support_rows: np.ndarray | None = None  # [m] int64, ascending
     sums: OutputSums | None = None
     backward_passes: int = 0
 
@@ -184,6 +187,7 @@ class OutputHeadLoss:
         arguments = self.loss, rows_ND, head.detach(), teacher, self.tokens, self.weight, self.shard
         settings: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "old_logprob_N": self.old_logprob}
         settings |= {"engine_logprob_N": self.engine_logprob, "old_sampler_logprob_N": self.old_sampler_logprob}
+        settings["support_rows"] = self.support_rows
         settings["keep"] = () if self.token_slots is None else OUTPUT_METRICS
         if self.scale:
             result = chunked_output_loss(*arguments, **settings, scale=self.scale, head_grad=main_gradient(head))
@@ -212,7 +216,7 @@ class OutputHeadLoss:
         for i, name in enumerate(ROW_METRICS):
             if name in self.sums.metrics:
                 rows[i, 0] += self.sums.metrics[name]
-                rows[i, 1] += self.sums.rows
+                rows[i, 1] += self.sums.support_rows if name in SUPPORT_METRICS else self.sums.rows
         if self.scale:
             shares = self.scale * self.sums.per_row
             named["output_responses"] = zeros(num_responses).index_add_(0, self.response, shares)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from nemo_oprd.losses.divergences import OutputRows, output_rows
@@ -50,6 +51,7 @@ class OutputSums:
 
     `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, and `rows` is
     the number of rows: sum both over the data-parallel ranks before dividing. Without rows, the same metrics are 0.
+    Those of `SUPPORT_METRICS` are sums over `support_rows` rows.
     `student_logprob` [N] is the student's log-probability of each row's token, `sampler_logprob` [N] the one among the
     ids that can be sampled (None without a correction), `per_row` [N] each row's part of `loss`.
     `kept` has the metrics that the caller asked for per row, name -> [N].
@@ -58,6 +60,7 @@ class OutputSums:
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
     rows: int
+    support_rows: int
     student_logprob: torch.Tensor
     per_row: torch.Tensor
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -89,6 +92,7 @@ def chunked_output_loss(
     old_logprob_N: torch.Tensor | None = None,
     old_sampler_logprob_N: torch.Tensor | None = None,
     engine_logprob_N: torch.Tensor | None = None,
+    support_rows: np.ndarray | None = None,
     head_grad: torch.Tensor | None = None,
     train_head: bool = True,
     reduce_hidden: bool = True,
@@ -103,6 +107,7 @@ def chunked_output_loss(
         chunk_tokens: rows of a chunk.
         scale: multiplies the gradients only: the loss's weight times the schedule's factor.
         old_logprob_N, old_sampler_logprob_N, engine_logprob_N: see `output_rows`.
+        support_rows: int64 [m] on the host, ascending: the rows in which top sets are searched, see `output_rows`.
         head_grad: a buffer to which the head's gradient is added (Megatron's main_grad, [size, D] float32); None starts
             from zeros.
         train_head: False leaves out the head's gradient.
@@ -123,9 +128,10 @@ def chunked_output_loss(
     grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=hidden_ND.device)
     arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard
     recorded = old_logprob_N, old_sampler_logprob_N, engine_logprob_N
-    sums = _Accumulator(weight_N, keep)
+    searched = _SupportRows.of(support_rows, len(hidden_ND), hidden_ND.device)
+    sums = _Accumulator(weight_N, keep, searched.count)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        rows = _rows(*arguments, recorded, chunk, with_grad=True)
+        rows = _rows(*arguments, recorded, chunk, support_rows=searched.within(chunk), with_grad=True)
         sums.add(rows, chunk)
         assert rows.grad_logits is not None
         rows.grad_logits.mul_((weight_N[chunk].to(dtype) * scale)[:, None])
@@ -150,14 +156,16 @@ def output_metrics(
     old_logprob_N: torch.Tensor | None = None,
     old_sampler_logprob_N: torch.Tensor | None = None,
     engine_logprob_N: torch.Tensor | None = None,
+    support_rows: np.ndarray | None = None,
     keep: Sequence[str] = (),
 ) -> OutputSums:
     """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
     arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard
     recorded = old_logprob_N, old_sampler_logprob_N, engine_logprob_N
-    sums = _Accumulator(weight_N, keep)
+    searched = _SupportRows.of(support_rows, len(hidden_ND), hidden_ND.device)
+    sums = _Accumulator(weight_N, keep, searched.count)
     for chunk in _chunks(len(hidden_ND), chunk_tokens):
-        sums.add(_rows(*arguments, recorded, chunk, with_grad=False), chunk)
+        sums.add(_rows(*arguments, recorded, chunk, support_rows=searched.within(chunk), with_grad=False), chunk)
     return sums.result()
 
 
@@ -202,6 +210,7 @@ def _rows(
     recorded: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     chunk: slice,
     *,
+    support_rows: torch.Tensor | None,
     with_grad: bool,
 ) -> OutputRows:
     """`output_rows` of one chunk, with the gradient of the product with the head. `recorded`: old_logprob_N,
@@ -228,6 +237,7 @@ def _rows(
         old_logprob_C=old_C,
         old_sampler_logprob_C=old_sampler_C,
         engine_logprob_C=engine_C,
+        support_rows=support_rows,
         with_grad=with_grad,
     )
     if slope_CV is not None:
@@ -253,10 +263,35 @@ def _through_head_(
             head_grad[columns] += matmul(part_CV.T, hidden_CD)
 
 
-class _Accumulator:
-    """Sums the results of the chunks in float64."""
+@dataclass(frozen=True)
+class _SupportRows:
+    """The rows in which top sets are searched, on the host and on the device; None: all `count` rows."""
 
-    def __init__(self, weight_N: torch.Tensor, keep: Sequence[str]) -> None:
+    host: np.ndarray | None
+    device: torch.Tensor | None
+    count: int
+
+    @staticmethod
+    def of(rows: np.ndarray | None, n: int, device: torch.device) -> _SupportRows:
+        if rows is None:
+            return _SupportRows(None, None, n)
+        on_host = torch.from_numpy(rows)
+        pinned = on_host.pin_memory() if device.type == "cuda" else on_host  # so that the host does not wait
+        return _SupportRows(rows, pinned.to(device, non_blocking=True), len(rows))
+
+    def within(self, chunk: slice) -> torch.Tensor | None:
+        """Those of a chunk, counted from its first row. The host's copy says where they are, without a wait."""
+        if self.host is None or self.device is None:
+            return None
+        first, last = np.searchsorted(self.host, [chunk.start, chunk.stop]).tolist()
+        return self.device[first:last] - chunk.start
+
+
+class _Accumulator:
+    """Sums the results of the chunks in float64; `support_rows` is their number of rows with top sets."""
+
+    def __init__(self, weight_N: torch.Tensor, keep: Sequence[str], support_rows: int) -> None:
+        self._support_rows = support_rows
         self._weight_N = weight_N.double()
         self._loss = self._weight_N.new_zeros(())
         self._metrics: dict[str, torch.Tensor] = {}
@@ -280,4 +315,5 @@ class _Accumulator:
         logprob, per_row = torch.cat(self._student_logprob), torch.cat(self._per_row)
         kept = {name: torch.cat(parts) for name, parts in self._kept.items() if parts}
         sampler = torch.cat(self._sampler_logprob) if self._sampler_logprob else None
-        return OutputSums(self._loss, self._metrics, len(self._weight_N), logprob, per_row, kept, sampler)
+        counts = len(self._weight_N), self._support_rows
+        return OutputSums(self._loss, self._metrics, *counts, logprob, per_row, kept, sampler)

@@ -44,6 +44,9 @@ from nemo_oprd.losses.vocab_parallel import (
     top_k_ids,
 )
 
+# the metrics for which the top sets are searched
+SUPPORT_METRICS = ("overlap", "student_mass", "teacher_mass", "empty_support")
+
 
 @dataclass(frozen=True)
 class OutputRows:
@@ -56,7 +59,8 @@ class OutputRows:
     distribution also teacher_entropy, reverse_kl; with `k` also overlap (share of ids that the two top sets have in
     common), student_mass, teacher_mass (probability on the support), empty_support (1 or 0); with the sampling policy's
     log-probabilities also ratio, clipped (1 or 0); with a correction also correction (the token's weight),
-    correction_squared, correction_outside (1 or 0).
+    correction_squared, correction_outside (1 or 0). Those of `SUPPORT_METRICS` are [m] where they were measured on m of
+    the rows.
     """
 
     value: torch.Tensor
@@ -141,6 +145,7 @@ def output_rows(
     old_logprob_C: torch.Tensor | None = None,
     old_sampler_logprob_C: torch.Tensor | None = None,
     engine_logprob_C: torch.Tensor | None = None,
+    support_rows: torch.Tensor | None = None,
     with_grad: bool = True,
 ) -> OutputRows:
     """Value, gradient and metrics of c rows.
@@ -156,16 +161,20 @@ def output_rows(
         old_sampler_logprob_C: the same among the ids that can be sampled.
         engine_logprob_C: the same in the distribution that the engine sampled from. Like the one before, it is read
             with a correction only.
+        support_rows: int64 [m], ascending: the rows in which the top sets are searched, for metrics alone. None: all.
         with_grad: False leaves out the gradient.
 
     Raises:
-        ValueError: the teacher's distribution or the engine's log-probabilities are needed and not given.
+        ValueError: the teacher's distribution or the engine's log-probabilities are needed and not given, or the loss
+            needs the top sets of all rows.
     """
+    if support_rows is not None and loss.needs_support:
+        raise ValueError(f"output loss kind={loss.kind} with support_rows: expected None, because it needs all rows")
     _check_given(loss, teacher_logits_CV, teacher_logprob_C, engine_logprob_C)
     # each tensor holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
     given = (z[:, : shard.real] for z in (student_logits_CV, teacher_logits_CV) if z is not None)
     models = [leave_out_gaps_(z_CV, shard) for z_CV in given]
-    found = _find_support(loss, models, shard) if len(models) == 2 and loss.k else None
+    found = _find_support(loss, models, shard, support_rows) if len(models) == 2 and loss.k else None
     entropies = log_softmax_(models, shard, loss.temperature)
     ids_CK = tokens_C[:, None] if found is None else torch.cat([tokens_C[:, None], found[0]], dim=1)
     logprobs_MCK = gather_ids(models, ids_CK, shard)
@@ -182,7 +191,10 @@ def output_rows(
         metrics |= {"teacher_entropy": entropies[1], "reverse_kl": mean_ratio_p_C}
     if found is not None:
         support = Support(*found, logprobs_MCK[:, :, 1:].masked_fill(~found[1], -torch.inf))
-        metrics |= _support_metrics(support)
+        measured = _support_metrics(support)
+        if support_rows is not None:
+            measured, support = {name: value_C[support_rows] for name, value_C in measured.items()}, None
+        metrics |= measured
 
     both = models[0], models[1] if len(models) == 2 else None, log_ratio_CV
     recorded = old_logprob_C, sampler_logprob_C if old_logprob_C is None else old_sampler_logprob_C, engine_logprob_C
@@ -315,12 +327,12 @@ def top_k(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
 
 
 def _find_support(
-    loss: OutputLoss, logits: list[torch.Tensor], shard: VocabShard
+    loss: OutputLoss, logits: list[torch.Tensor], shard: VocabShard, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The support's ids and which of them are valid [c, K], and the overlap |S_p and S_q| / k of the top sets [c], from
-    both models' logits."""
+    both models' logits. With `rows`, only these are searched; the others' numbers mean nothing."""
     assert loss.k is not None
-    student_CK, teacher_CK = (top_k_ids(logits_CV, loss.k, shard) for logits_CV in logits)
+    student_CK, teacher_CK = (_top_sets(logits_CV, loss.k, shard, rows) for logits_CV in logits)
     shared_CK = contains(teacher_CK, student_CK)
     everywhere = torch.ones_like(shared_CK)
     ids_CK, valid_CK = {
@@ -333,6 +345,16 @@ def _find_support(
         ),
     }[loss.support]
     return ids_CK, valid_CK, shared_CK.to(logits[0].dtype).mean(1)
+
+
+def _top_sets(logits_CV: torch.Tensor, k: int, shard: VocabShard, rows: torch.Tensor | None) -> torch.Tensor:
+    """`top_k_ids` of all rows, or of `rows`; the others have id 0 in every place."""
+    if rows is None or len(rows) == len(logits_CV):
+        return top_k_ids(logits_CV, k, shard)
+    found_CK = torch.zeros(len(logits_CV), min(k, shard.count), dtype=torch.int64, device=logits_CV.device)
+    if len(rows):
+        found_CK[rows] = top_k_ids(logits_CV[rows], k, shard)
+    return found_CK
 
 
 def _support_metrics(support: Support) -> dict[str, torch.Tensor]:

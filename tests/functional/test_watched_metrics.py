@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from golden_runs import BASE, GOLDEN, weights
@@ -23,6 +24,10 @@ LAYOUTS = {
     "TP2+SP": ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.pipeline=2"],
     "PP2": ["student.parallel.pipeline=2", "train.tokens_per_microbatch=16", "teacher.resident_microbatches=1"],
 }
+
+
+# by response token, filled by `watched`
+OVERLAPS: list[float] = []
 
 
 @cache
@@ -47,6 +52,7 @@ def watched() -> dict[str, float]:
     shared = [
         len({i for _, i in top} & set(row)) / K for top, row in zip(tops, log_q.topk(K).indices.tolist(), strict=True)
     ]
+    OVERLAPS[:] = shared
     support = log_p.topk(K).indices
     estimate = float((log_p[at] - log_q[at]).mean())
     return {
@@ -130,3 +136,19 @@ def test_watching_some_rows_changes_nothing_else(pools: Pools, tmp_path: Path) -
             assert name not in without
         assert line["actor/pg_loss"] != pytest.approx(watched()["actor/pg_loss"], rel=1e-3)  # not all rows
     assert lines[0]["actor/entropy"] != pytest.approx(lines[1]["actor/entropy"], rel=1e-3)  # drawn anew
+
+
+def test_top_sets_are_searched_in_drawn_rows(pools: Pools, tmp_path: Path) -> None:
+    """Other ones in each update, the same at any layout; what else is measured is that of all rows."""
+    full = ["loss.representation.layers=none", "loss.output.kind=full_vocab", "loss.output.weight=1", "seed=3"]
+    full += ["loss.output.aggregation=token_mean", "train.steps=2", "train.lr=1e-12", "train.export_hf=false"]
+    some = [*full, "logging.output_metrics_rows=5", "loss.output.chunk_tokens=7"]
+    lines, elsewhere = (train(pools, tmp_path / layout, layout, *some) for layout in LAYOUTS)
+    expected = watched()
+    for step, (line, other) in enumerate(zip(lines, elsewhere, strict=True)):
+        rows = np.random.default_rng((3, step)).choice(len(OVERLAPS), 5, replace=False)
+        overlap = float(np.mean([OVERLAPS[row] for row in rows]))
+        assert line["val-topk/overlap_ratio"] == pytest.approx(overlap, rel=1e-6) == other["val-topk/overlap_ratio"]
+        for name in ("actor/entropy", "teacher/entropy", "output/reverse_kl"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-5)
+        assert line["val-topk/student_mass"] == pytest.approx(other["val-topk/student_mass"], rel=1e-5)

@@ -16,7 +16,6 @@ import torch
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config, to_yaml
-from nemo_oprd.config.schema import RolloutConfig
 from nemo_oprd.distillation.objective import OutputTerm
 from nemo_oprd.distillation.output_head import ROW_METRICS, output_head_metrics
 from nemo_oprd.losses.chunked import TeacherStates, chunked_output_loss, output_metrics
@@ -202,13 +201,14 @@ def test_rows_find_their_log_probabilities() -> None:
 
 def test_a_response_without_log_probabilities_is_refused() -> None:
     config = load_config("verify", [*MODELS, *ON, "rollout.correction=mask"])
-    term = OutputTerm.build(config.loss.output, config.rollout)
+    term = OutputTerm.build(config)
     assert term is not None and term.loss.correction == Correction("mask", 0.0, 2.0)
     recorded, masked = Rollout([1], [2], logprobs=[-1.0]), Rollout([1], [2], [0])
     assert len(term.rows([recorded, masked])) == 1
     with pytest.raises(ValueError, match=r"response 2 has no logprobs, .*rollout.correction=off"):
         term.rows([recorded, masked, Rollout([1], [2])])
-    assert len(OutputTerm.build(config.loss.output, RolloutConfig()).rows([Rollout([1], [2])])) == 1  # type: ignore[union-attr]
+    uncorrected = OutputTerm.build(load_config("verify", [*MODELS, *ON]))
+    assert uncorrected is not None and len(uncorrected.rows([Rollout([1], [2])])) == 1
 
 
 # ---- configuration

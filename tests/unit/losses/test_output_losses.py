@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_output_losses import (
@@ -39,7 +40,7 @@ from nemo_oprd.losses.chunked import (
     chunked_output_loss,
     output_metrics,
 )
-from nemo_oprd.losses.divergences import output_rows
+from nemo_oprd.losses.divergences import SUPPORT_METRICS, output_rows
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard, top_k_ids
 from tests.support.live_bytes import LiveBytes
@@ -283,6 +284,44 @@ def test_chunks(loss: OutputLoss, chunk_tokens: int, slab: int, monkeypatch: pyt
     assert measured.loss == ours.sums.loss and measured.metrics == ours.sums.metrics
     frozen = chunked_output_loss(loss, **case, chunk_tokens=chunk_tokens, scale=3.0, train_head=False)
     assert frozen.head is None and torch.equal(frozen.hidden, ours.hidden)
+
+
+@pytest.mark.parametrize("support", ["student", "intersection", "union"])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 12])
+@pytest.mark.parametrize("rows", [[0, 3, 4, 5, 11], [7], [], [*range(12)]])
+def test_top_sets_of_some_rows(support: Any, chunk_tokens: int, rows: list[int]) -> None:
+    """Gradient, loss and the other metrics are those of all rows; the top sets are compared with sets of Python's."""
+    loss, case = OutputLoss("full_vocab", 4, support=support), problem(12)
+    chosen = np.array(rows, dtype=np.int64)
+    ours = chunked_output_loss(loss, **case, chunk_tokens=chunk_tokens, support_rows=chosen)
+    measured = output_metrics(loss, **case, chunk_tokens=chunk_tokens, support_rows=chosen)
+    everywhere = chunked_output_loss(loss, **case, chunk_tokens=chunk_tokens)
+    assert torch.equal(ours.hidden, everywhere.hidden) and torch.equal(ours.sums.loss, everywhere.sums.loss)
+    assert measured.metrics == ours.sums.metrics
+    assert (ours.sums.rows, ours.sums.support_rows, everywhere.sums.support_rows) == (12, len(rows), 12)
+    for metric in set(everywhere.sums.metrics) - set(SUPPORT_METRICS):
+        assert torch.equal(ours.sums.metrics[metric], everywhere.sums.metrics[metric]), metric
+    p, q = (
+        (states @ head[:REAL].T).softmax(-1)
+        for states, head in (
+            (case["hidden_ND"], case["head_VD"]),
+            (case["teacher"].hidden, case["teacher"].head.weight),
+        )
+    )
+    expected = dict.fromkeys(SUPPORT_METRICS, 0.0)
+    for row in rows:
+        own, other = (set(each[row].topk(4).indices.tolist()) for each in (p, q))
+        ids = sorted({"student": own, "intersection": own & other, "union": own | other}[support])
+        expected["overlap"] += len(own & other) / 4
+        expected["student_mass"] += float(p[row, ids].sum())
+        expected["teacher_mass"] += float(q[row, ids].sum())
+        expected["empty_support"] += not ids
+    assert {name: float(ours.sums.metrics[name]) for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_on_top_sets_needs_all_rows() -> None:
+    with pytest.raises(ValueError, match="kind=top_k with support_rows: expected None, because it needs all rows"):
+        chunked_output_loss(OutputLoss("top_k", 4), **problem(3), chunk_tokens=2, support_rows=np.array([1]))
 
 
 @pytest.mark.parametrize(
