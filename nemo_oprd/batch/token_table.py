@@ -28,6 +28,7 @@ class TokenTable:
     from_end: np.ndarray  # int64 [N], the same number counted from the end
     weight: np.ndarray  # float64 [N], sums to 1 over the batch unless teachers have weights
     num_responses: int  # number of responses that have rows
+    searched: np.ndarray | None = None  # bool [N], rows in which top sets are searched for metrics; None: all
 
     def __len__(self) -> int:
         return len(self.response)
@@ -57,10 +58,15 @@ class TokenTable:
 
     def draw(self, count: int, key: tuple[int, ...]) -> TokenTable:
         """At most `count` random rows, without replacement and with equal weights. Equal keys give equal rows."""
-        return self.select(self.draw_indices(count, key))
+        return self.select(self._drawn(count, key))
 
-    def draw_indices(self, count: int, key: tuple[int, ...]) -> np.ndarray:
-        """The ascending indices of the rows of `draw`."""
+    def search_in(self, count: int, key: tuple[int, ...]) -> TokenTable:
+        """The same rows, with top sets searched in at most `count` random ones. Equal keys give equal rows."""
+        searched = np.zeros(len(self), dtype=bool)
+        searched[self._drawn(count, key)] = True
+        return replace(self, searched=searched)
+
+    def _drawn(self, count: int, key: tuple[int, ...]) -> np.ndarray:
         return np.sort(np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False))
 
     def select(self, chosen: np.ndarray) -> TokenTable:
@@ -68,9 +74,11 @@ class TokenTable:
         return replace(self._taken(chosen), weight=np.full(len(chosen), 1.0 / len(chosen)))
 
     def _taken(self, chosen: np.ndarray) -> TokenTable:
-        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "num_responses"}
+        names = [f.name for f in fields(self) if f.name not in ("num_responses", "searched")]
+        arrays = {name: getattr(self, name)[chosen] for name in names}
         distinct = int(np.count_nonzero(np.diff(arrays["response"], prepend=-1)))  # responses ascend
-        return TokenTable(**arrays, num_responses=distinct)
+        searched = None if self.searched is None else self.searched[chosen]
+        return TokenTable(**arrays, num_responses=distinct, searched=searched)
 
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
         """int64 [N]: ids of the response tokens that the rows belong to."""

@@ -105,7 +105,6 @@ def output_head_losses(
     corrected = term.loss.correction is not None
     engine_logprob = torch.from_numpy(table.engine_logprobs(group.rollouts)) if corrected else None
     slots = None if group.slots is None else torch.from_numpy(group.slots.of_rows(table))
-    searched = term.support_rows(table)
     packs = group.plan.output.packs[group.coords.data]
     losses: list[OutputHeadLoss | None] = []
     slices = group.target_slices(group.output_rows)
@@ -133,7 +132,7 @@ def output_head_losses(
             old_sampler_logprob=None if old is None else old[1],
             engine_logprob=None if engine_logprob is None else on_device(engine_logprob[row]),
             token_slots=None if slots is None else on_device(slots[row]),
-            support_rows=None if searched is None else np.flatnonzero(searched[local.table_index]),
+            support_rows=None if table.searched is None else np.flatnonzero(table.searched[local.table_index]),
         )
         losses.append(loss)
     return losses

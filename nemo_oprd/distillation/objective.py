@@ -96,18 +96,10 @@ class OutputTerm:
                     "log-probability per response token: sample with an engine that reports them, or set "
                     "rollout.correction=off"
                 )
-        return table.draw(self.drawn_rows, self.draw_key) if self.only_watched else table
-
-    def support_rows(self, table: TokenTable) -> np.ndarray | None:
-        """bool [N]: in which rows of the whole batch the top sets are searched; None: in all.
-
-        The search costs an eighth of a full-vocabulary update, and its metrics are means over rows.
-        """
-        if not 0 < self.searched_rows < len(table):
-            return None
-        chosen = np.zeros(len(table), dtype=bool)
-        chosen[table.draw_indices(self.searched_rows, self.draw_key)] = True
-        return chosen
+        if self.only_watched:
+            return table.draw(self.drawn_rows, self.draw_key)
+        # the search costs an eighth of a full-vocabulary update, and what it measures are means over rows
+        return table.search_in(self.searched_rows, self.draw_key) if self.searched_rows else table
 
 
 @dataclass(frozen=True)
