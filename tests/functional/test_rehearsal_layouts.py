@@ -49,7 +49,7 @@ MODELS = {
 PROMPT, RESPONSE = 64, 448
 # of one response each; a rank has two or four
 MICROBATCHES = [f"train.tokens_per_microbatch={PROMPT + RESPONSE}", "train.prompts_per_step=4", "rollout.per_prompt=1"]
-SP = "student.parallel.sequence=true"
+SP, TP4 = "student.parallel.sequence=true", "student.parallel.tensor=4"
 TP2, PP2, CP2, VPP2, EP2 = (
     f"student.parallel.{name}=2" for name in ("tensor", "pipeline", "context", "virtual_pipeline", "expert")
 )
@@ -97,6 +97,10 @@ CASES = {
         2, (CP2, *BRIDGE, TEACHER_PP2, "teacher.offload=true", "teacher.resident_microbatches=1")
     ),
     "TP2 SP": Case(2, (TP2, SP, TEACHER_TP2, "teacher.parallel.sequence=true")),
+    # the last tensor rank has all supervised rows, so that this one has no targets
+    "TP4 SP, the second tensor rank": Case(
+        8, (TP4, SP, PP2, TEACHER_TP2, FULL, "train.prompts_per_step=8"), only=(1, 5)
+    ),
     "TP2, full": Case(2, (TP2, FULL)),
     "TP2 SP, selective": Case(2, (TP2, SP, "student.recompute=selective")),
     "block": Case(1, (FULL, "student.recompute_method=block", "student.recompute_num_layers=2")),

@@ -58,20 +58,20 @@ class Estimate:
     Attributes:
         kinds: the kinds of ranks, the fullest first.
         work: the work of a step with responses of average length.
+        longest_work: the work of a step with the longest responses, which decide about memory.
         rollout, evaluation: sampling in a step and in one evaluation (None: there is none).
         evaluation_seconds: seconds of one evaluation; None if the number of problems is unknown.
         seconds: phase -> seconds of a step.
         bubbles: role -> the share of its pipeline's time in which a rank waits.
         servers: those of teachers that vLLM servers compute.
-        longest: tokens of the longest response.
         idle: the ranks without a response; None: there are none.
         positions: models whose positions end before the longest sequences.
         problems: what does not fit, one line each.
     """
 
     work: Workload
-    gpu: Gpu
-    ranks: int
+    longest_work: Workload
+    cluster: Cluster
     student: Layout
     teacher: Layout
     kinds: tuple[RankKind, ...]
@@ -83,10 +83,33 @@ class Estimate:
     seconds: dict[str, float]
     bubbles: dict[str, float]
     servers: tuple[Servers, ...]
-    longest: int
     idle: IdleRanks | None
     positions: tuple[TooFewPositions, ...]
     problems: tuple[str, ...]
+
+    @property
+    def gpu(self) -> Gpu:
+        """The kind of GPU."""
+        return self.cluster.gpu
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of the job."""
+        return self.cluster.ranks
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response."""
+        return self.longest_work.response
+
+    def of_rank(self, rank: int) -> RankKind:
+        """A rank that holds a model, with its own memory; `kinds` have that of the fullest tensor and context rank.
+
+        They differ by the rows of the representation loss, under sequence and context parallelism: `rows_on_rank`.
+        """
+        learns, teaches = _stages(self.longest_work, self.student, self.teacher, rank)
+        memory = _without_sampling(self.longest_work, self.student, self.teacher, rank, self.cluster, exact=True)
+        return _with_sampling(RankKind(learns, teaches, rank, memory), self.rollout, self.evaluation)
 
     @property
     def step_seconds(self) -> float:
@@ -191,8 +214,8 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     problems += [each.problem for each in (rollout, tested) if each is not None and each.problem is not None]
     return Estimate(
         mean,
-        gpu,
-        cluster.ranks,
+        work,
+        cluster,
         student,
         teacher,
         tuple(kinds),
@@ -204,7 +227,6 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
         seconds,
         {"student": bubble(student, mean.on(student).resident), "teacher": bubble(teacher, mean.on(teacher).count)},
         servers,
-        work.response,
         idle_ranks(config, student, teacher),
         tuple(too_few_positions(config, work.student, teachers, known_prompt(config, work.student, lengths.prompt))),
         tuple(problems),
@@ -234,27 +256,37 @@ def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankK
     # of ranks that are alike the first ones have the most responses
     held = (student, teacher) if work.own_teachers else (student,)
     for rank in sorted(rank for layout in held for rank in layout.ranks):
-        learns, teaches = (
-            layout.coordinates(rank).pipeline if layout in held and rank in layout.ranks else None
-            for layout in (student, teacher)
-        )
+        learns, teaches = _stages(work, student, teacher, rank)
         if (learns, teaches) not in found:
             memory = _without_sampling(work, student, teacher, rank, cluster)
             found[learns, teaches] = RankKind(learns, teaches, rank, memory)
     return student, teacher, list(found.values())
 
 
-def _without_sampling(work: Workload, student: Layout, teacher: Layout, rank: int, cluster: Cluster) -> Memory:
-    """Memory of a rank in all phases but those of sampling."""
+def _stages(work: Workload, student: Layout, teacher: Layout, rank: int) -> tuple[int | None, int | None]:
+    """The pipeline stages of a rank in student and teacher; None: it has no part in that model."""
+    learns = student.coordinates(rank).pipeline if rank in student.ranks else None
+    teaches = teacher.coordinates(rank).pipeline if work.own_teachers and rank in teacher.ranks else None
+    return learns, teaches
+
+
+def _without_sampling(
+    work: Workload, student: Layout, teacher: Layout, rank: int, cluster: Cluster, *, exact: bool = False
+) -> Memory:
+    """Memory of a rank in all phases but those of sampling.
+
+    Args:
+        exact: with the rows of this rank; otherwise with those of the tensor and context rank that has most of them.
+    """
     config, learns = work.config, student.coordinates(rank).pipeline if rank in student.ranks else None
-    layers = cluster.layers
+    layers, place = cluster.layers, student.coordinates(rank) if exact and learns is not None else None
     always: dict[str, float] = {}
     phases: dict[str, dict[str, float]] = {}
     captured = targets = 0.0
     if work.own_teachers and rank in teacher.ranks:
         at, copied = teacher.coordinates(rank), TEACHER_KINDS[config.teacher.weights].copied
         weights = teacher_weights(work, teacher, at.pipeline) if copied else 0.0
-        captured = captured_bytes(work, student, teacher, at, work.own_teachers)
+        captured = captured_bytes(work, student, teacher, at, work.own_teachers, exact=exact)
         forward = teacher_forward(work, teacher) if responses_of_wave(work, student, teacher, at.data) else 0.0
         phases["teacher"] = {"forward pass": forward, "captured rows": captured}
         (phases["teacher"] if config.teacher.offload else always)["teacher weights"] = weights
@@ -270,12 +302,12 @@ def _without_sampling(work: Workload, student: Layout, teacher: Layout, rank: in
         always |= buffers(work, student, learns, layers=layers)
         if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
             always["rollout copy"] = rollout_copy(work)
-        targets = target_bytes(work, student, learns)
+        targets = target_bytes(work, student, learns, place)
     if layers == "transformer_engine":
         always |= engine_buffers(work, student, trains=learns is not None, teaches=rank in teacher.ranks)
     phases["transfer"] = {"targets": transfer_bytes(work, student, teacher, captured, targets)}
     if learns is not None:
-        moments = update_memory(work, student, learns, layers=layers)
+        moments = update_memory(work, student, learns, place, layers=layers)
         phases |= {name: {"targets": targets, **parts} for name, parts in moments.items()}
         phases["optimizer"] = {"temporary": 0.0}  # a fused AdamW makes no tensors
     return Memory(always, phases)

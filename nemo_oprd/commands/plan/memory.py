@@ -156,36 +156,49 @@ def teacher_heads(work: Workload, layout: Layout, pipeline: int) -> float:
     return float(sum(rows * t.spec.hidden_size * work.value_bytes for t in work.teachers if t.sends_states))
 
 
-def rows_on_rank(work: Workload, layout: Layout, rows: float) -> float:
-    """Rows in a rank's hidden states per microbatch, of the last `rows` rows per response; of the fullest rank.
+def rows_on_rank(work: Workload, layout: Layout, rows: int, at: Coordinates | None = None) -> float:
+    """Supervised rows in the hidden state of a microbatch on the rank at `at`; None: on the rank with most of them.
 
-    A context rank holds two chunks of a sequence, the first rank the first and the last one (zig-zag).
-    """
-    if layout.context > 1:
-        chunk = work.needed / (2 * layout.context)
-        rows = min(rows, chunk) + max(0.0, rows - (2 * layout.context - 1) * chunk)
-    return work.on(layout).per_pack * rows * fullest_share(work, layout, rows)
-
-
-def fullest_share(work: Workload, layout: Layout, rows: float) -> float:
-    """The share of a microbatch's rows that one tensor rank holds: the last one, which has the ends of responses.
-
-    Under sequence parallelism a tensor rank holds consecutive tokens of the pack. Without it every rank holds all rows.
+    Ranks that share a pack hold very different numbers of rows, because these are consecutive tokens of a response, not
+    a sample of all. Under sequence parallelism a tensor rank holds consecutive tokens of the pack: of one sequence of
+    18,432 tokens on four tensor ranks the last one holds all of the last 2,000, the others none, and with them neither
+    targets nor injected gradients (1.5 GB of a Qwen3-4B's last stage). Of a pack of two sequences the second and the
+    fourth hold one half each. Without sequence parallelism every tensor rank holds all rows. A context rank c of C
+    holds the chunks c and 2 C - 1 - c of every sequence (zig-zag).
 
     Args:
-        rows: the last ones of each response that a context rank holds.
+        rows: per response; its last ones, or its first ones with `loss.representation.positions=first_k`.
     """
-    if not layout.sequence or not rows:
-        return 1.0
-    each, sequences = work.needed / layout.context, work.on(layout).per_pack
-    whole, rest = divmod(sequences * each / layout.tensor, each)
-    return (whole * rows + min(rows, rest)) / (sequences * rows)
+    if at is None:
+        tensors = range(layout.tensor if layout.sequence else 1)
+        every = (Coordinates(tensor, context, 0, 0) for context in range(layout.context) for tensor in tensors)
+        return max(rows_on_rank(work, layout, rows, each) for each in every)
+    # in units of 1 / (2 C t) token, in which every border is an integer
+    unit, chunk, per_pack = 2 * layout.context * layout.tensor, work.needed * layout.tensor, work.on(layout).per_pack
+    is_first = work.config.loss.representation.positions == "first_k"
+    begin = (work.prompt if is_first else work.needed - rows) * unit
+    end = begin + rows * unit
+    low, high = 0, per_pack * 2 * chunk
+    if layout.sequence:
+        width = high // layout.tensor
+        low, high = at.tensor * width, (at.tensor + 1) * width
+    held = 0
+    for place, number in enumerate((at.context, 2 * layout.context - 1 - at.context)):
+        for sequence in range(per_pack):
+            # where the rows of this chunk are in the pack
+            moved = (2 * sequence + place - number) * chunk
+            first, last = max(begin, number * chunk) + moved, min(end, (number + 1) * chunk) + moved
+            held += max(0, min(high, last) - max(low, first))
+    return held / unit
 
 
-def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
-    """Bytes of the targets that a student's rank holds for one wave of microbatches."""
+def target_bytes(work: Workload, layout: Layout, pipeline: int, at: Coordinates | None = None) -> float:
+    """Bytes of the targets that a student's rank of stage `pipeline` holds for one wave of microbatches.
+
+    `at` is as in `rows_on_rank`.
+    """
     owned = set(layout.owned_layers(pipeline, work.student.num_layers))
-    rows, batches, teacher = rows_on_rank(work, layout, work.rows), work.on(layout), work.teachers[0]
+    rows, batches, teacher = rows_on_rank(work, layout, work.rows, at), work.on(layout), work.teachers[0]
     held = rows * len(owned & set(work.layers)) * teacher.width * teacher.value_bytes
     if work.output_rows and pipeline == layout.pipeline - 1:
         output = batches.per_pack * work.output_rows / layout.context
@@ -194,10 +207,12 @@ def target_bytes(work: Workload, layout: Layout, pipeline: int) -> float:
     return held * batches.resident
 
 
-def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, dict[str, float]]:
+def update_memory(
+    work: Workload, layout: Layout, pipeline: int, at: Coordinates | None = None, *, layers: Layers
+) -> dict[str, dict[str, float]]:
     """Moment of an update on a rank of stage `pipeline` (output loss, backward pass of a layer) -> part -> bytes.
 
-    All activations are there when the backward pass begins.
+    All activations are there when the backward pass begins. `at` is as in `rows_on_rank`.
     """
     student, spec, batches = work.config.student, work.student, work.on(layout)
     tokens = batches.tokens / layout.context
@@ -212,22 +227,24 @@ def update_memory(work: Workload, layout: Layout, pipeline: int, *, layers: Laye
     transient = tokens * max(transient_bytes(len(trained), each, *settings), each.norm if last else 0.0)
     if layers == "transformer_engine":
         transient += gathered_state(work, layout)
-    if work.rows:
-        transient = max(transient, injection_bytes(work, layout, tokens * each.input))
+    rows = rows_on_rank(work, layout, work.rows, at)
+    if rows:
+        transient = max(transient, injection_bytes(work, rows, tokens * each.input))
     moments = {"update": {"activations": activations, "backward of a layer": transient}}
     if last and work.output_rows:
         moments["output loss"] = {"activations": activations, "logits chunk": logits_chunk(work, layout)}
     return moments
 
 
-def injection_bytes(work: Workload, layout: Layout, state: float) -> float:
+def injection_bytes(work: Workload, rows: float, state: float) -> float:
     """Bytes while the gradient of a layer's loss is added: the gradient twice, and a chunk of rows in float32.
 
     Args:
+        rows: those of a microbatch on the rank.
         state: bytes of one hidden state of a microbatch.
     """
     widest = max(work.student.hidden_size, *(teacher.width for teacher in work.teachers))
-    return 2 * state + 4.0 * ROW_TENSORS * min(ROW_CHUNK, rows_on_rank(work, layout, work.rows)) * widest
+    return 2 * state + 4.0 * ROW_TENSORS * min(ROW_CHUNK, rows) * widest
 
 
 def logits_chunk(work: Workload, layout: Layout) -> float:
@@ -243,20 +260,31 @@ def logits_chunk(work: Workload, layout: Layout) -> float:
 
 
 def captured_bytes(
-    work: Workload, student: Layout, teacher: Layout, at: Coordinates, teachers: Sequence[TeacherWork]
+    work: Workload,
+    student: Layout,
+    teacher: Layout,
+    at: Coordinates,
+    teachers: Sequence[TeacherWork],
+    *,
+    exact: bool = False,
 ) -> float:
-    """Bytes of the rows of `teachers` that the teacher's rank at `at` keeps for one wave, until they are sent."""
-    most = 0.0
+    """Bytes of the rows of `teachers` that the teacher's rank at `at` keeps for one wave, until they are sent.
+
+    Args:
+        exact: of its tensor and context rank; otherwise of the ones with most rows.
+    """
+    # a rank keeps the rows that it sends: with sequence parallelism those that it holds, otherwise an equal part
+    parts = 1 if teacher.sequence else teacher.tensor
+    rows = rows_on_rank(work, teacher, work.rows, at if exact else None) / parts / work.on(teacher).per_pack
+    responses, most = responses_of_wave(work, student, teacher, at.data), 0.0
     for each in teachers:
         owned = set(teacher.owned_layers(at.pipeline, each.spec.num_layers))
         layers = sum(1 for layer in each.pairs.values() if layer in owned)
-        # a rank keeps the rows that it sends: with sequence parallelism those that it holds, otherwise an equal part
-        share = fullest_share(work, teacher, work.rows) if teacher.sequence else 1 / teacher.tensor
-        responses = responses_of_wave(work, student, teacher, at.data) / teacher.context * share
-        held = responses * work.rows * layers * each.width * each.value_bytes
+        held = responses * rows * layers * each.width * each.value_bytes
         if work.output_rows and at.pipeline == teacher.pipeline - 1:
             # final states, of which only two numbers per row are sent for sampled_token
-            held += responses * work.output_rows * each.spec.hidden_size * work.value_bytes
+            final = work.output_rows / teacher.context / parts
+            held += responses * final * each.spec.hidden_size * work.value_bytes
         most = max(most, held)
     return most
 

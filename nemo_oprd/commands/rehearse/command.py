@@ -233,7 +233,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
 
 def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any]) -> dict[str, Any]:
     """One rank's part of the JSON; bytes per phase, waits, kernels and collectives per step."""
-    kind = kind_of(run_spec, planned, rank)
+    kind = planned.of_rank(rank)
     phases: dict[str, dict[str, Any]] = {}
     collectives: dict[str, Any] = {}
     for name, seen in found["phases"].items():
@@ -272,11 +272,6 @@ def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
             for wait in seen["waits"]:
                 counts[tuple(tuple(wait[key]) if key == "innermost" else wait[key] for key in keys)] += wait["count"]
     return [dict(zip(keys, place, strict=True)) | {"count": count} for place, count in sorted(counts.items())]
-
-
-def kind_of(run_spec: RunSpec, planned: Estimate, rank: int) -> RankKind:
-    """The kind of a rank in the plan."""
-    return next(kind for kind in planned.kinds if (kind.student, kind.teacher) == stages(run_spec, rank))
 
 
 def planned_bytes(kind: RankKind, phase: str, run_spec: RunSpec) -> float | None:

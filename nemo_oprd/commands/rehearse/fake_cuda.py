@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 
 NAME = "rehearsed GPU"
 
@@ -139,6 +140,9 @@ def install(memory: int, live: Callable[[], int], peak: Callable[[], int], wait:
     torch.backends.cuda.enable_cudnn_sdp = nothing
     torch.cuda.default_generators = (Generator(state),)  # type: ignore[assignment]
     torch.cuda.amp.common.amp_definitely_not_available = _returning(False)
+    # the first fake tensor on a device makes a real one there where `is_available` says that CUDA is (up to torch 2.11;
+    # 2.13 asks torch.accelerator and makes none)
+    fake_tensor.init_gpu_context = nothing  # type: ignore[assignment]
     # the fused AdamW asks the device guard, which has no memory to give
     torch.Tensor.record_stream = nothing  # type: ignore[method-assign,assignment]
 
