@@ -42,11 +42,11 @@ constraints=.venv-gpu/constraints.txt
 check_driver() {
   local driver least=580 other="; for drivers from 525 on: CUDA=12 bash scripts/setup_gpu.sh"
   if [ "$CUDA" = 12 ]; then least=525 other=; fi
-  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver= # one line per GPU
   if [[ ! $driver =~ ^([0-9]+)\. ]]; then
     echo "no driver on this machine (nvidia-smi): where jobs run, CUDA $CUDA needs driver $least or later$other" >&2
   elif [ "${BASH_REMATCH[1]}" -lt "$least" ]; then
-    stop "driver $driver: expected $least or later for CUDA $CUDA$other"
+    stop "driver ${driver%%$'\n'*}: expected $least or later for CUDA $CUDA$other"
   fi
 }
 
