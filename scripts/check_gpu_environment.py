@@ -5,8 +5,8 @@ python scripts/check_gpu_environment.py --constraints [kept]
 
 Prints one line per package. Exit status 1, with one line on stderr, if Transformer Engine is not of the versions that
 pyproject.toml asks for, cuDNN is older than LEAST_CUDNN, or torch has no CUDA or sees no GPU. --without-gpu leaves out
-what needs the driver: a login node, or the build of an image. --vllm compares NCCL with that of vLLM's environment, whose
-interpreter it names: weights that go to servers by rollout.vllm.transport=group need one version in both.
+what needs the driver: a login node, or the build of an image. --vllm names the interpreter of vLLM's environment and
+compares NCCL: weights that go to servers by rollout.vllm.transport=group need one version in both.
 
 --constraints prints what pip may install into an image: the packages that its torch was built with as they are, and
 everything else in the versions of the tests (requirements-cpu.txt); with `kept` the former alone.
@@ -94,9 +94,10 @@ def wrong_libraries() -> str | None:
     cudnn = (found // 10000, found // 100 % 100)  # such as 92400 for 9.24.0
     print(f"cuDNN {cudnn[0]}.{cudnn[1]}.{found % 100}")
     if cudnn < LEAST_CUDNN:
+        least = ".".join(str(part) for part in LEAST_CUDNN)
         return (
-            f"cuDNN {cudnn[0]}.{cudnn[1]}: expected {LEAST_CUDNN[0]}.{LEAST_CUDNN[1]} or later, before which gradients of "
-            "packed sequences can be NaN on Hopper; install a later one with pip --no-deps, or choose another image"
+            f"cuDNN {cudnn[0]}.{cudnn[1]}: expected {least} or later, before which gradients of packed sequences can "
+            "be NaN on Hopper; install a later one with pip --no-deps, or choose another image"
         )
     return None
 
@@ -154,9 +155,9 @@ def main() -> None:
     """Exit status 1 if something is wrong."""
     parser = argparse.ArgumentParser(description="Does this environment have what training on GPUs needs?")
     parser.add_argument("--without-gpu", action="store_true", help="leave out what needs the driver")
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of vLLM's environment, to compare NCCL")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="compare NCCL with this environment's")
     parser.add_argument(
-        "--constraints", nargs="?", const="all", choices=("all", "kept"), help="print what pip may install into an image"
+        "--constraints", nargs="?", const="all", choices=("all", "kept"), help="print what pip may change in an image"
     )
     arguments = parser.parse_args()
     if arguments.constraints:

@@ -68,15 +68,18 @@ $python (python3-dev): load a module of your site, or name a compiler with CXX="
   fi
 }
 
-# free_jobs: prints how many compilers fit the cores and the free memory of this machine, or of its control group
+# free_jobs: prints how many compilers fit the cores and the free memory of this machine, or of its control groups
 free_jobs() {
   local cores free group limit jobs
   local each=$((3 * 1024 * 1024)) # kB: the largest file took 2.4 GB
   cores=$(nproc)
   free=$(awk '$1 == "MemAvailable:" { print $2 }' /proc/meminfo)
   group=$(sed -n 's/^0:://p' /proc/self/cgroup)
-  limit=$(cat "/sys/fs/cgroup$group/memory.max" 2>/dev/null) || limit=max
-  if [[ $limit =~ ^[0-9]+$ ]] && ((limit / 1024 < free)); then free=$((limit / 1024)); fi
+  while [[ $group == /?* ]]; do
+    limit=$(cat "/sys/fs/cgroup$group/memory.max" 2>/dev/null) || limit=max
+    if [[ $limit =~ ^[0-9]+$ ]] && ((limit / 1024 < free)); then free=$((limit / 1024)); fi
+    group=${group%/*}
+  done
   jobs=$((free / each < cores ? free / each : cores))
   echo $((jobs > 0 ? jobs : 1))
 }

@@ -115,7 +115,7 @@ def install_step() -> str:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with the packages of an image by name, and in `index` every pin of the tests and a later release."""
+    """An interpreter with the packages of an image by name; `index` has every pin of the tests and a later release."""
     folder = tmp_path_factory.mktemp("image")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
     (packages,) = (folder / "venv").glob("lib/python3*/site-packages")
@@ -170,8 +170,9 @@ def chosen(image: Path, constraints: str) -> dict[str, str]:
 
 
 def test_what_pip_installs_into_an_image(image: Path) -> None:
-    """The pins of the tests; what the image's torch was built with stays. Without constraints pip takes later releases."""
-    check = [str(image / "venv" / "bin" / "python"), str(ROOT / "scripts" / "check_gpu_environment.py"), "--constraints"]
+    """The pins of the tests; what the image's torch was built with stays. Without them pip takes later releases."""
+    script = ROOT / "scripts" / "check_gpu_environment.py"
+    check = [str(image / "venv" / "bin" / "python"), str(script), "--constraints"]
     constraints = subprocess.run(check, check=True, capture_output=True, text=True).stdout
     installed = chosen(image, constraints)
     assert len(installed) > 30 and not set(installed) & {canonicalize_name(name) for name in IMAGE}
