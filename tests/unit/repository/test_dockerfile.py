@@ -100,7 +100,7 @@ def test_pins_are_those_of_the_project() -> None:
 
 # of an image: what its torch was built with, and what it has besides
 IMAGE = {
-    "torch": "2.14.0a0+b558c986e8.nv26.09", "transformer_engine": "2.17.0+70f53666", "triton": "3.8.0+git1",
+    "torch": "2.14.0a0+b2c75dd062.nv26.09", "transformer_engine": "2.19.0+70f53666", "triton": "3.8.0+git1",
     "apex": "0.1", "numpy": "2.1.0",
 }  # fmt: skip
 # builds this project

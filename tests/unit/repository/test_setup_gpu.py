@@ -237,8 +237,8 @@ def test_compilers_fit_cores_and_memory(
 ) -> None:
     """A compiler takes up to 3 GB."""
     programs = {
-        "nproc": f"echo {cores}", "awk": f"echo {gigabytes * 1024**2}", "sed": "echo /user.slice/user-7.slice/session-1",
-        "cat": f"case $1 in *user-7.slice/memory.max) echo {group} ;; *1/memory.max) echo max ;; *) exit 1 ;; esac",
+        "nproc": f"echo {cores}", "awk": f"echo {gigabytes * 1024**2}", "sed": "echo /user.slice/user-7.slice/s-1",
+        "cat": f"case $1 in *user-7.slice/memory.max) echo {group} ;; *s-1/memory.max) echo max ;; *) exit 1 ;; esac",
     }  # fmt: skip
     run(tmp_path, programs=programs, **({} if given is None else {"MAX_JOBS": given}))
     assert environment(tmp_path)["MAX_JOBS"] == str(jobs)
@@ -279,7 +279,7 @@ GOOD = {"torch": "2.11.0", "megatron-core": "0.16.1", "transformer-engine": "2.1
 
 
 # what NVIDIA's containers have are builds before or after a release
-BUILDS = {"torch": "2.14.0a0+b558c986e8.nv26.09", "transformer-engine": "2.11.0.dev0+70f53666"}
+BUILDS = {"torch": "2.14.0a0+b2c75dd062.nv26.09", "transformer-engine": "2.11.0.dev0+70f53666"}
 
 
 @pytest.mark.parametrize("installed", [GOOD, {**GOOD, **BUILDS}])
