@@ -119,7 +119,8 @@ if [ -z "$dry_run" ]; then
 fi
 run "${pip_install[@]}" "$torch"
 if [ -z "$dry_run" ]; then
-  read -r version cuda < <("$here" -c 'import torch; print(torch.__version__.split("+")[0], torch.version.cuda)')
+  found=$("$here" -c 'import torch; print(torch.__version__.split("+")[0], torch.version.cuda)')
+  read -r version cuda <<<"$found"
   if [ "${cuda%%.*}" != "$CUDA" ]; then
     stop "torch $version is a build for CUDA ${cuda/None/none}: expected CUDA $CUDA; set CUDA, TORCH or another package index"
   fi
