@@ -31,7 +31,13 @@ OPTIONAL = {"apex": "fused_weight_gradient_mlp_cuda"}
 LEAST_CUDNN = (9, 18)
 # what the packages of an image are built for; `pip freeze` names paths for those that were built in place
 KEPT = ("torch", "transformer-engine", "apex", "triton", "pytorch-triton", "numpy")
-NCCL = "import torch; print(*torch.cuda.nccl.version(), sep='.')"
+# run by both interpreters; torch.cuda.nccl.version() is what torch was compiled with, not what it has loaded
+NCCL = """
+import ctypes, torch
+found = ctypes.c_int()
+ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+print(found.value // 10000, found.value // 100 % 100, found.value % 100, sep=".")
+"""
 
 
 def requirements() -> dict[str, str]:
@@ -106,12 +112,14 @@ def wrong_nccl(vllm: Path) -> str | None:
     """What is wrong with NCCL beside that of vLLM's environment; prints both versions."""
     import torch
 
-    own = ".".join(str(part) for part in torch.cuda.nccl.version())
-    asked = subprocess.run([str(vllm), "-c", NCCL], capture_output=True, text=True)
-    if asked.returncode != 0:
-        reason = (asked.stderr.splitlines() or [f"exit status {asked.returncode}"])[-1]
-        return f"{vllm} does not say which NCCL it has: {reason}; expected a CUDA build of vLLM (scripts/setup_vllm.sh)"
-    other = asked.stdout.strip()
+    versions = []
+    for python in (sys.executable, str(vllm)):
+        asked = subprocess.run([python, "-c", NCCL], capture_output=True, text=True)
+        if asked.returncode != 0:
+            reason = (asked.stderr.splitlines() or [f"exit status {asked.returncode}"])[-1]
+            return f"{python} does not say which NCCL it has: {reason}; expected a torch for CUDA"
+        versions.append(asked.stdout.strip())
+    own, other = versions
     print(f"NCCL {own}, in vLLM's environment {other}")
     if own == other:
         return None
