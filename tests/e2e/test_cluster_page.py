@@ -131,6 +131,15 @@ def test_rows_of_the_repositories_are_read(tmp_path: Path) -> None:
     assert "no problem of aime24, aime25, aimo was found in data.train" in ended.stdout
 
 
+def test_what_ranks_say_that_do_not_meet() -> None:
+    """The lines of the table are those of the code."""
+    table = PAGE.partition("| the line | what to try |")[2].partition("\n\n")[0]
+    lines = re.findall(r"`([^`]+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    code = re.sub(r'"\n\s*f?"', "", (ROOT / "nemo_oprd" / "runtime" / "rendezvous.py").read_text())
+    parts = [part for line in lines for part in re.split(r" = \.\.\.: ", line)]
+    assert len(parts) == 5 and all(part in code for part in parts)
+
+
 def test_the_submit_command(said: list[tuple[str, list[Call]]]) -> None:
     (calls,) = [calls for block, calls in said if block == "sbatch scripts/oprd_1p5b.sh\n"]
     (rank,) = trained(calls)
