@@ -92,19 +92,21 @@ run() {
 # pairs that are built for each other, and what torch's packages lack for the build
 engine=2.20.2 newer=()
 case "${CUDA:=13}" in
-  13) torch=torch==2.14.1 headers=(nvidia-cuda-crt==13.0.* nvidia-cuda-cccl==13.0.*) ;;
+  13) torch=torch==2.14.1 headers=('nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*') ;;
   12)
-    torch=torch==2.10.0 headers=(nvidia-cuda-nvcc-cu12==12.8.* nvidia-cuda-cccl-cu12==12.8.*)
+    torch=torch==2.10.0 headers=('nvidia-cuda-nvcc-cu12==12.8.*' 'nvidia-cuda-cccl-cu12==12.8.*')
     # this torch asks for 9.10: before 9.12 Transformer Engine does not build, and before 9.18 gradients of packed
     # sequences can be NaN on Hopper (its issue 2186); minor versions of cuDNN replace each other
     newer=(--no-deps nvidia-cudnn-cu12==9.24.0.43)
     ;;
   *) stop "CUDA=$CUDA: expected 13 or 12, the major version that torch is built with; set one of them, or leave it out" ;;
 esac
-if [ "$(minor_version "$python")" = 3.11 ]; then
+minor=$(minor_version "$python" 2>/dev/null) ||
+  stop "PYTHON_FOR_GPU=$python: expected a command that runs Python 3.11, 3.12 or 3.13; name another one, or leave it out"
+if [ "$minor" = 3.11 ]; then
   engine=2.11.0 # the last one that Megatron-core supports for this Python
   # its build asks the compiler of CUDA 13 for the version
-  if [ "$CUDA" = 13 ]; then headers+=(nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.*); fi
+  if [ "$CUDA" = 13 ]; then headers+=('nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'); fi
 fi
 torch=${TORCH:-$torch} engine=${ENGINE:-$engine}
 pip_install=("$here" -m pip install --disable-pip-version-check --constraint "$constraints")
@@ -140,7 +142,8 @@ if [ -z "$dry_run" ]; then
   fi
 fi
 build=(env "${toolkit[@]}" NVTE_BUILD_USE_NVIDIA_WHEELS=1 "CPATH=${folders#:}" "MAX_JOBS=${MAX_JOBS:-$(free_jobs)}")
-run "${build[@]}" "${pip_install[@]}" --no-build-isolation "transformer-engine[pytorch]==$engine"
+# pip's cache would give what was once built here against another torch
+run "${build[@]}" "${pip_install[@]}" --no-build-isolation --no-cache-dir "transformer-engine[pytorch]==$engine"
 if [ -n "${APEX:-}" ]; then
   # core kernels only: fused layer norm, fused optimizer, accumulation of weight gradients
   run env APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "${pip_install[@]}" --no-build-isolation "$APEX"
@@ -148,7 +151,7 @@ fi
 run "${pip_install[@]}" --no-build-isolation --editable '.[te]'
 # once more: the last steps have brought torch's own back
 if [ -n "${newer[*]}" ]; then run "${pip_install[@]}" "${newer[@]}"; fi
-if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then
   run "$here" scripts/check_gpu_environment.py
 else
   run "$here" scripts/check_gpu_environment.py --without-gpu

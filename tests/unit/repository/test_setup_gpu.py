@@ -22,7 +22,7 @@ STEPS = [
     "-m|venv|--clear|.venv-gpu",
     f"{PIP}|torch==2.14.1",
     f"{PIP}|nvidia-cuda-crt==13.0.*|nvidia-cuda-cccl==13.0.*|{BUILDERS}",
-    f"{PIP}|--no-build-isolation|transformer-engine[pytorch]==2.20.2",
+    f"{PIP}|--no-build-isolation|--no-cache-dir|transformer-engine[pytorch]==2.20.2",
     f"{PIP}|--no-build-isolation|--editable|.[te]",
     "scripts/check_gpu_environment.py|--without-gpu",
 ]
@@ -107,7 +107,7 @@ def test_cuda_12(tmp_path: Path) -> None:
 def test_python_3_11(tmp_path: Path) -> None:
     """The last Transformer Engine that its Megatron-core supports has to be told where the headers are."""
     status, ran, _ = run(tmp_path, MINOR="3.11")
-    assert status == 0 and ran[3] == f"{PIP}|--no-build-isolation|transformer-engine[pytorch]==2.11.0"
+    assert status == 0 and ran[3] == f"{PIP}|--no-build-isolation|--no-cache-dir|transformer-engine[pytorch]==2.11.0"
     assert ran[2].split("|")[-10:-8] == ["nvidia-cuda-nvcc==13.0.*", "nvidia-nvvm==13.0.*"]
     assert environment(tmp_path)["CUDA_HOME"].endswith("site-packages/nvidia/cu13")
 
@@ -152,6 +152,7 @@ def test_a_step_that_fails_ends_it(tmp_path: Path, step: int) -> None:
     [
         (["--dryrun"], {}, "--dryrun: expected --dry-run or nothing"),
         ([], {"CUDA": "12.8"}, "CUDA=12.8: expected 13 or 12, "),
+        ([], {"PYTHON_FOR_GPU": "/no/python"}, "PYTHON_FOR_GPU=/no/python: expected a command that runs Python 3.11, "),
     ],
 )
 def test_mistakes(tmp_path: Path, arguments: list[str], variables: dict[str, str], line: str) -> None:
