@@ -71,7 +71,7 @@ $python (python3-dev): load a module of your site, or name a compiler with CXX="
 # free_jobs: prints how many compilers fit the cores and the free memory of this machine, or of its control groups
 free_jobs() {
   local cores free group limit jobs
-  local each=$((3 * 1024 * 1024)) # kB: the largest file takes 2.6 GB
+  local each=$((4 * 1024 * 1024)) # kB: the largest file takes 3.5 GB
   cores=$(nproc)
   free=$(awk '$1 == "MemAvailable:" { print $2 }' /proc/meminfo)
   group=$(sed -n 's/^0:://p' /proc/self/cgroup)

@@ -226,17 +226,17 @@ def test_a_torch_of_another_cuda(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cores", "gigabytes", "group", "given", "jobs"),
     [
-        (64, 16, "max", None, 5),
+        (64, 16, "max", None, 4),
         (2, 500, "max", None, 2),
         (8, 1, "max", None, 1),
-        (64, 500, 10 * 1024**3, None, 3),  # a login node's limit of a user
+        (64, 500, 10 * 1024**3, None, 2),  # a login node's limit of a user
         (64, 16, "max", "7", 7),
     ],
 )
 def test_compilers_fit_cores_and_memory(
     tmp_path: Path, cores: int, gigabytes: int, group: object, given: str | None, jobs: int
 ) -> None:
-    """A compiler takes up to 3 GB."""
+    """A compiler takes up to 4 GB."""
     programs = {
         "nproc": f"echo {cores}", "awk": f"echo {gigabytes * 1024**2}", "sed": "echo /user.slice/user-7.slice/s-1",
         "cat": f"case $1 in *user-7.slice/memory.max) echo {group} ;; *s-1/memory.max) echo max ;; *) exit 1 ;; esac",
