@@ -2,19 +2,25 @@
 # build the CPU image where an engine is found. Neither image was built yet.
 #
 #   docker build --target cpu --tag nemo_oprd:cpu .
-#   docker build --target gpu --tag nemo_oprd:gpu --build-arg BASE=REGISTRY/pytorch:25.11-py3 .
+#   docker build --target gpu --tag nemo_oprd:gpu --build-arg BASE=REGISTRY/pytorch:26.09-py3 .
 #
-# gpu: BASE is NVIDIA's PyTorch container with its registry. It provides CUDA, NCCL, torch, Transformer Engine and Apex,
-# which are built for each other and stay as they are. Its Transformer Engine must be of the versions in pyproject.toml,
-# which the build checks. vLLM has an environment of its own in the image, where the project looks for it.
-#   --build-arg NEMO=3.0.0   adds nemo-toolkit[common] of this version
-#   --build-arg VLLM=        leaves vLLM out
+# gpu: BASE is NVIDIA's PyTorch container with its registry (docs/cluster.md), and has no default: the newest tag that the
+# driver of the nodes can run. It provides CUDA, cuDNN, NCCL, torch, Transformer Engine and Apex, which are built for each
+# other and stay as they are. The build ends where its Transformer Engine is not of the versions in pyproject.toml or its
+# cuDNN is older than 9.18, as in 25.11. vLLM has an environment of its own in the image, where the project looks for it.
+#   --build-arg NEMO=3.0.0     adds nemo-toolkit[common] of this version
+#   --build-arg VLLM=          leaves vLLM out
+#   --build-arg NCCL=VERSION   gives vLLM's environment another NCCL: that of BASE, which the build compares; with NCCL=any
+#                              it does not, and rollout.vllm.transport=group may find that they differ
 # cpu: Python 3.12 and the packages of the tests.
 #   --build-arg TORCH_INDEX=URL   an index with CPU builds of torch; other indices may have CUDA builds only, of several GB
 #   --build-arg VLLM=1            adds vLLM's CPU build
 #
 # In both, the project is in /opt/nemo_oprd, and models, data, runs and bridges are to be mounted there (docs/cluster.md).
-ARG BASE=scratch
+ARG BASE=no_base
+
+FROM python:3.12-slim-bookworm AS no_base
+RUN echo "BASE: expected NVIDIA's PyTorch container: --build-arg BASE=REGISTRY/pytorch:26.09-py3 (docs/cluster.md)" >&2; exit 1
 
 FROM scratch AS source
 WORKDIR /opt/nemo_oprd
@@ -45,11 +51,12 @@ COPY requirements-cpu.txt ./
 ARG TORCH_INDEX=
 # the version of torch is in the file
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' requirements-cpu.txt)" \
-    && pip install --no-cache-dir --requirement requirements-cpu.txt
+RUN python -m pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
+        "$(grep '^torch==' requirements-cpu.txt)" \
+    && python -m pip install --no-cache-dir --requirement requirements-cpu.txt
 COPY --from=source /opt/nemo_oprd ./
 # editable: the project is then used where it is, beside conf/ and vLLM's environment
-RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable . \
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation --editable . \
     && mkdir -p models data runs bridges \
     && nemo-oprd --version
 ENV OMP_NUM_THREADS=1
@@ -67,20 +74,22 @@ RUN if [ -n "$VLLM" ]; then \
         && PIP_CONSTRAINT='' PIP_NO_CACHE_DIR=1 VLLM_TARGET=cuda PYTHON_FOR_VLLM=python3 bash scripts/setup_vllm.sh; \
     fi
 COPY --from=source /opt/nemo_oprd ./
-# The packages that the container was built around are kept, and pip adds missing ones. They are constrained by version,
-# because `pip freeze` reports nonexistent paths for packages built in place.
+# The packages that the container was built around stay as they are, and the others have the versions of the tests, unless
+# NeMo asks for its own.
 ARG NEMO=
-RUN python -c "from importlib.metadata import distributions; \
-               keep = ('torch', 'transformer-engine', 'apex', 'triton', 'pytorch-triton', 'numpy'); \
-               found = [(name, list(distributions(name=name))[:1]) for name in keep]; \
-               print(*(f'{name}=={there.version}' for name, first in found for there in first), sep='\n')" \
-        >/tmp/keep.txt \
-    && export PIP_CONSTRAINT='' \
-    && pip install --no-cache-dir hatchling==1.33.0 editables==0.6 \
-    && pip install --no-cache-dir --constraint /tmp/keep.txt --no-build-isolation --editable . \
+ARG NCCL=
+RUN export PIP_CONSTRAINT='' PIP_NO_CACHE_DIR=1 \
+    && python scripts/check_gpu_environment.py --constraints ${NEMO:+kept} >/tmp/constraints.txt \
+    && python -m pip install hatchling==1.33.0 editables==0.6 \
+    && python -m pip install --constraint /tmp/constraints.txt --no-build-isolation --editable . \
         ${NEMO:+"nemo-toolkit[common]==$NEMO"} \
-    && rm /tmp/keep.txt \
+    && rm /tmp/constraints.txt \
     && mkdir -p models data runs bridges \
-    && python scripts/check_gpu_environment.py --without-gpu \
+    && cuda=$(python -c 'import torch; print(torch.version.cuda.split(".")[0])') \
+    && case "$VLLM,$NCCL" in [!,]*,[0-9]*) .venv-vllm/bin/python -m pip install --no-deps "nvidia-nccl-cu$cuda==$NCCL" ;; esac \
+    && case "$VLLM,$NCCL" in ,* | *,any) unset VLLM ;; esac \
+    && python scripts/check_gpu_environment.py --without-gpu ${VLLM:+--vllm .venv-vllm/bin/python} \
     && nemo-oprd --version
+# packages in a user's home are not those of the image
+ENV PYTHONNOUSERSITE=1
 ENTRYPOINT ["nemo-oprd"]

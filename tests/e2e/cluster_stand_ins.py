@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ACT = ("sbatch", "srun", "scontrol", "apptainer", "python", "python3", "python3.11", "python3.12")
-RECORD = ("squeue", "scancel", "tail", "docker", "enroot", "nvidia-smi", "nemo-oprd", "torchrun")
+RECORD = ("squeue", "scancel", "tail", "docker", "enroot", "nvidia-smi", "nemo-oprd", "torchrun", "hf", "c++")
+# what the environment's torch says of itself
+TORCH = "2.14.1 13.0"
 # environment variables that matter to a task
 NOTED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CONTAINER", "CPATH",
@@ -119,6 +121,8 @@ def _python(folder: Path, arguments: list[str]) -> int:
         (environment / "bin" / "activate").write_text(f'PATH="{environment.resolve() / "bin"}:$PATH"\n')
         for name in ("python", "nemo-oprd"):
             _make(folder, name, environment / "bin" / name)
+    if arguments[:1] == ["-c"] and "torch.version.cuda" in arguments[1]:
+        print(TORCH)
     return int(os.environ.get("STAND_IN_EXIT", "0")) if "nemo_oprd" in arguments else 0
 
 
