@@ -27,7 +27,7 @@ from nemo_oprd.runtime.files import cache_directory
 # the environment variable by which a user names a folder with the files
 FOLDER_VARIABLE = "NEMO_OPRD_TE_FILES"
 # Megatron-core before -> the versions that it accepts, as in pyproject.toml, and the one that is tested
-_ACCEPTED = (("0.17", ">=2.9,<2.12", "2.11.0"), ("1000", ">=2.9", "2.20.2"))
+_ACCEPTED = (("0.17", ">=2.10,<2.12", "2.11.0"), ("1000", ">=2.10", "2.20.2"))
 # imported by the files, and run for FP8, ONNX and debugging only
 _NEVER_RUN = ("nvdlfw_inspect", "onnx", "onnxscript", "triton")
 
