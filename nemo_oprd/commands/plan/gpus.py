@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 
@@ -32,6 +32,15 @@ GPUS = {
     "h200": Gpu("H200 SXM 141 GB", 139.8 * 2**30, 989e12, 4.8e12, 450e9, 50e9),
     "b200": Gpu("B200 SXM 180 GB", 178.3 * 2**30, 2250e12, 7.7e12, 900e9, 50e9),
 }
+
+
+def gpu_with(name: str, memory_gb: float | None) -> Gpu:
+    """A GPU of `GPUS`; with `memory_gb`, of so many GB (10^9 bytes) in place of its own."""
+    gpu = GPUS[name]
+    if memory_gb is None:
+        return gpu
+    kind = gpu.name.rsplit(" ", 2)[0]
+    return replace(gpu, name=f"{kind} with {memory_gb:g} GB", memory=memory_gb * 1e9)
 
 
 # Transformer Engine's layers, as on GPUs in bf16; Megatron's local ones on GPUs; the same on CPUs, whose norms are
