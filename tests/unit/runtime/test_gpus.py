@@ -117,7 +117,7 @@ COMMANDS = {
     "fit-bridge": ["fit-bridge", "--config-name", "quickstart"],
     "doctor": ["doctor", "--config-name", "quickstart"],
     "verify": ["verify", "--config-name", "verify"],
-    "compare": ["compare", "--teacher", "t", "--prompts", "p", "--output", "o", "s=s"],
+    "compare": ["compare", "--teacher", "t", "--prompts", "p", "--output", "o"],
 }
 
 
@@ -127,7 +127,9 @@ def test_a_command_ends_with_one_line(
 ) -> None:
     """Exit code 2, before a model is read: the models have a config.json and nothing else."""
     arguments = list(COMMANDS[command])
-    if command != "compare":
+    if command == "compare":
+        arguments.append(f"student={tmp_path}")
+    else:
         for role in ("student", "teacher"):
             (tmp_path / role).mkdir()
             (tmp_path / role / "config.json").write_text(json.dumps(PAIR))
