@@ -239,7 +239,7 @@ def test_the_memory_of_a_gpu_can_be_named(pair: list[str], tmp_path: Path, capsy
     from nemo_oprd.cli import main
 
     arguments = ["plan", "--config-name", "oprd_1p5b", "--ranks", "8", "--gpu", "a100", *pair]
-    for number, more in enumerate(([], ["--gpu-memory", "84.9"], ["--gpu-memory", "40"])):
+    for number, more in enumerate(([], ["--gpu-memory", "84.9"], ["--gpu-memory", "24"])):
         try:
             main([*arguments, *more, "--json", str(tmp_path / f"{number}.json")], alone=False)
             code = 0
@@ -250,10 +250,10 @@ def test_the_memory_of_a_gpu_can_be_named(pair: list[str], tmp_path: Path, capsy
     assert (whole["gpu"], same["gpu"], small["gpu"]) == (
         "A100 SXM 80 GB",
         "A100 SXM with 84.9 GB",
-        "A100 SXM with 40 GB",
+        "A100 SXM with 24 GB",
     )
     assert same["seconds"] == whole["seconds"]
-    assert "A100 SXM with 40 GB" in capsys.readouterr().out
+    assert "A100 SXM with 24 GB" in capsys.readouterr().out
 
 
 def test_nothing_fits_in_too_few_gpus(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
