@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from functools import partial
 from pathlib import Path
 
-from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Gpu, gpu_with
 from nemo_oprd.config.loading import load_config, origin_of
 from nemo_oprd.config.schema import Config
 from nemo_oprd.runtime import disk, output_directories
@@ -33,32 +31,6 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "--config-dir", metavar="DIR", help="the configuration directory (default: the project's conf/)"
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. train.lr=1e-4 output=runs/a")
-
-
-def add_gpus(parser: argparse.ArgumentParser) -> None:
-    """The GPUs that a job is to have; `gpu_of` reads the kind."""
-    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
-    text = "memory of one GPU in GB of 10^9 bytes, if another than that of --gpu, whose speed it has"
-    parser.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help=text)
-
-
-def gpu_of(options: argparse.Namespace) -> Gpu:
-    """The kind of GPU that the options of `add_gpus` name."""
-    return gpu_with(options.gpu, options.gpu_memory)
-
-
-def _gigabytes(text: str) -> float:
-    reserve_gb = ASSUMED.reserve / 1e9
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not reserve_gb < size < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected the GB of one GPU, such as 24; {reserve_gb:.1f} of them are for CUDA and NCCL"
-        )
-    return size
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from nemo_oprd.commands.options import add_config, add_gpus, config_of, gpu_of, json_file, origin, positive
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.commands.plan.alternatives import alternatives
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import Cluster, Layers
+from nemo_oprd.commands.plan.gpus import Cluster, Layers, add_gpus, gpu_of
 from nemo_oprd.commands.plan.report import as_json, lines
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains

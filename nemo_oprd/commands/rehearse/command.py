@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.options import add_config, add_gpus, config_of, gpu_of, json_file, origin, positive
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.commands.plan.estimate import Estimate, Lengths, RankKind, estimate
-from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, in_bytes
+from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, add_gpus, gpu_of, in_bytes
 from nemo_oprd.commands.rehearse import layers
 from nemo_oprd.commands.rehearse.agreement import disagreements
 from nemo_oprd.commands.rehearse.known_waits import unknown_waits
