@@ -18,6 +18,7 @@ from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.models.weights.hf_export import write_hf_model
 from nemo_oprd.runtime.files import read_json
+from nemo_oprd.runtime.gpus import check_promise
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -34,10 +35,11 @@ def layer_influences(directory: Path, token_ids: Iterable[Sequence[int]], dtype:
         One number per layer, from 0 (the layer changes only its input's length) to 2.
 
     Raises:
-        ValueError: there is no text.
+        ValueError: there is no text, or torch does not see the GPUs that a launcher gives.
     """
     from transformers import AutoModelForCausalLM  # seconds to import
 
+    check_promise()
     model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = model.eval().to(place).model.layers

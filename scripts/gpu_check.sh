@@ -1,8 +1,8 @@
 #!/bin/bash
 # Checks whether this machine's GPU computes correctly, and measures its speed; unattended, at most ten minutes on one GPU:
 #   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--jobs N] [--wheels DIR]
-# Runs in .venv-gpu (scripts/setup_gpu.sh) or the active Python, whichever first has a torch that sees a GPU (PYTHON=...
-# names another), otherwise in the project's environment.
+# Runs in .venv-gpu where scripts/setup_gpu.sh has made it, otherwise in the active Python if it has torch (PYTHON=... names
+# another), otherwise in the project's environment. Where torch sees no GPU it stops with torch's reason, but for --quick.
 # In the container of a job, with the variables of docs/cluster.md (not yet run):
 #   srun --nodes=1 --ntasks=1 --gpus=1 --cpus-per-task=16 $SRUN_ARGS $LAUNCH_PREFIX bash scripts/gpu_check.sh
 # --wheels DIR: installs the wheels in DIR for this run only, beside a torch and transformers that are there. Make them on
@@ -22,12 +22,30 @@ while [ $# -gt 0 ]; do
   esac
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-sees_gpu='import sys, torch; sys.exit(not torch.cuda.is_available())'
-if [ -z "${PYTHON:-}" ]; then
-  for candidate in .venv-gpu/bin/python python python3; do
-    if "$candidate" -c "$sees_gpu" 2>/dev/null; then PYTHON=$candidate; break; fi
+. scripts/gpu_python.sh
+on_cpu=${NEMO_OPRD_CPU:-}
+case " ${arguments[*]} " in *" --quick "*) on_cpu=1 ;; esac
+# choose_python: sets PYTHON, to nothing where no Python has torch; one line and status 2 where torch sees no GPU and the CPU
+# is not meant
+choose_python() {
+  local candidates=(python python3) candidate reason status=0 no_gpu=
+  if [ -z "${PYTHON:-}" ]; then
+    gpu_environment || status=$?
+    if [ "$status" -eq 2 ]; then return 2; fi
+  fi
+  if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+  for candidate in "${candidates[@]}"; do
+    status=0
+    reason=$(sees_gpu "$candidate") || status=$?
+    if [ "$status" -eq 0 ]; then PYTHON=$candidate; return; fi
+    if [ "$status" -eq 1 ] || [ -n "${PYTHON:-}" ]; then no_gpu="$candidate: ${reason:-it does not run}"; break; fi
   done
-fi
+  if [ -n "$no_gpu" ] && [ -z "$on_cpu" ]; then
+    echo "$no_gpu; expected a GPU, and a driver for this torch's CUDA (docs/cluster.md); --quick runs on CPUs" >&2
+    return 2
+  fi
+}
+choose_python || exit 2
 if [ -z "${PYTHON:-}" ]; then
   . scripts/environment.sh
   PYTHON=python

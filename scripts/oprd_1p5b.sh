@@ -10,6 +10,7 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@600
 #SBATCH --requeue
@@ -17,7 +18,11 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
+if [ -z "${SLURM_JOB_ID:-}" ]; then cd "$(dirname "$0")/.."; fi # a job runs a copy of this file, in its own directory
+if [ ! -f scripts/slurm_job.sh ]; then
+  echo "$PWD has no scripts/slurm_job.sh: submit from the project's directory, or with sbatch --chdir=DIRECTORY" >&2
+  exit 2
+fi
 export CONFIG=${CONFIG:-oprd_1p5b}
 . scripts/slurm_job.sh
 

@@ -157,3 +157,4 @@ else
   run "$here" scripts/check_gpu_environment.py --without-gpu
   echo "no GPU on this machine: check on one with $here scripts/check_gpu_environment.py" >&2
 fi
+if [ -z "$dry_run" ]; then touch .venv-gpu/ready; fi # what scripts/gpu_python.sh looks for

@@ -8,12 +8,14 @@
 # needs (`nemo-oprd plan`), for the very arguments that the job would pass, and exits with the plan's exit code:
 #   sbatch scripts/oprd_1p5b.sh --dry-run                     for the nodes of the job, in the job's environment
 #   bash scripts/oprd_1p5b.sh --dry-run [--nodes=N]           without Slurm, for N nodes or those of the #SBATCH line
-# --gpu=NAME (h100, ...) names the GPU to plan for, if it is not the plan's default. With --rehearse, too, the training that
-# was planned is then rehearsed (`nemo-oprd rehearse`, docs/rehearsal.md), which takes minutes; the exit code is the larger.
+# --gpu=NAME (h100, ...) names the GPU to plan for, if it is not the plan's default, --gpu-memory=GB its memory. With
+# --rehearse, too, the training that was planned is then rehearsed (`nemo-oprd rehearse`, docs/rehearsal.md), which takes
+# minutes; the exit code is the larger.
 #
 # Environment variables, which `sbatch` passes on (docs/cluster.md has examples):
 #   PYTHON          the interpreter of a task. Default: .venv-gpu/bin/python, if scripts/setup_gpu.sh has made it and no
 #                   container is used, otherwise python
+#   NEMO_OPRD_CPU   1: the job is meant for CPUs. Otherwise every node must have as many GPUs as tasks
 #   SRUN_ARGS       further arguments of srun, such as "--container-image=FILE --container-mounts=A:B" of pyxis
 #   LAUNCH_PREFIX   what each task is started by, such as "apptainer exec --nv FILE"
 #   MAX_STARTS      the number of starts, including this one, after which a job no longer requeues itself (100)
@@ -36,17 +38,18 @@ for argument in "$@"; do
     --dry-run) dry_run=1 ;;
     --rehearse) rehearse=1 ;;
     --nodes=[1-9]*) nodes=${argument#--nodes=} ;;
-    --gpu=*) gpu=(--gpu "${argument#--gpu=}") ;;
+    --gpu=*) gpu+=(--gpu "${argument#--gpu=}") ;;
+    --gpu-memory=*) gpu+=(--gpu-memory "${argument#--gpu-memory=}") ;;
     -*)
-      echo "$argument: expected key=value settings, --dry-run, --rehearse, --nodes=N or --gpu=NAME; options of sbatch stand before" \
-        "the script's name" >&2
+      echo "$argument: expected key=value settings, --dry-run, --rehearse, --nodes=N, --gpu=NAME or --gpu-memory=GB; options of sbatch" \
+        "stand before the script's name" >&2
       exit 2
       ;;
     *) settings+=("$argument") ;;
   esac
 done
 if [ -z "$dry_run" ] && [ -n "$nodes${gpu[*]}$rehearse" ]; then
-  echo "--nodes, --gpu and --rehearse belong to --dry-run; options of sbatch stand before the script's name: sbatch --nodes=2 ..." >&2
+  echo "--nodes, --gpu, --gpu-memory and --rehearse belong to --dry-run; options of sbatch stand before the script's name: sbatch --nodes=2 ..." >&2
   exit 2
 fi
 if [ -z "$dry_run" ] && [ -z "${SLURM_JOB_ID:-}" ]; then
@@ -57,13 +60,31 @@ set -- "${settings[@]}" # the sourcing script's arguments
 
 words srun_args "${SRUN_ARGS:-}"
 words launch_prefix "${LAUNCH_PREFIX:-}"
-if [ -z "${PYTHON:-}" ]; then
-  PYTHON=python
-  case " ${srun_args[*]} ${launch_prefix[*]} " in
-    *" --container-"* | *apptainer* | *singularity*) ;;
-    *) if [ -x .venv-gpu/bin/python ]; then PYTHON=$PWD/.venv-gpu/bin/python; fi ;;
+. scripts/gpu_python.sh
+# choose_python: sets PYTHON where it is not given; one line and status 2 where a task could not start it
+choose_python() {
+  local status=0
+  case " ${srun_args[*]} ${launch_prefix[*]} " in *" --container-"* | *apptainer* | *singularity*)
+    PYTHON=${PYTHON:-python} # that of the image
+    return
+    ;;
   esac
-fi
+  if [ -z "${PYTHON:-}" ]; then
+    gpu_environment || status=$?
+    if [ "$status" -ne 1 ]; then return "$status"; fi
+    PYTHON=python
+    # what LAUNCH_PREFIX starts may have a Python of its own
+    if [ "${#launch_prefix[@]}" -gt 0 ] || has_packages python; then return; fi
+    echo "there is no .venv-gpu in $PWD, and $(command -v python || echo "no python") has torch and megatron-core:" \
+      "bash scripts/setup_gpu.sh makes the environment, or PYTHON= names an interpreter" >&2
+    return 2
+  fi
+  if [ "${#launch_prefix[@]}" -eq 0 ] && ! command -v "$PYTHON" >/dev/null; then
+    echo "PYTHON=$PYTHON: expected the name of an interpreter; correct it, or leave it out" >&2
+    return 2
+  fi
+}
+choose_python || exit 2
 
 if [ -n "${SLURM_JOB_ID:-}" ]; then
   nodes=${nodes:-$SLURM_NNODES}
@@ -100,6 +121,26 @@ plan() {
   fi
 }
 
+# check_gpus: ends the job with one line and code 2 where a node's tasks do not get one GPU each. srun gives them what
+# --gpus-per-node says, which the scripts have a line for, whatever --gres or --gpus has given to the job.
+check_gpus() {
+  local gpus=${SLURM_GPUS_ON_NODE:-} given=${SLURM_GPUS_PER_NODE:-} each said
+  case " ${NEMO_OPRD_CPU:-} ${srun_args[*]} " in " 1 "* | *" --gpus"* | *" --gres"*) return ;; esac
+  if [ -z "$gpus" ]; then # this Slurm does not count GPUs
+    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+    said="nvidia-smi lists $gpus GPUs"
+  else
+    given=${given##*:} # of TYPE:NUMBER
+    case "$given" in '' | *[!0-9]*) ;; *) gpus=$given ;; esac
+    said="the tasks get $gpus GPUs (SLURM_GPUS_PER_NODE=${SLURM_GPUS_PER_NODE:-unset})"
+  fi
+  if [ "$gpus" -eq "$tasks_per_node" ]; then return; fi
+  each=$((gpus > 0 && gpus < tasks_per_node ? gpus : tasks_per_node))
+  echo "${SLURMD_NODENAME:-$(hostname)} has $tasks_per_node tasks, and $said; expected one GPU per task: submit with" \
+    "--gpus-per-node=$each --ntasks-per-node=$each, without --gres and --gpus, or set NEMO_OPRD_CPU=1 for a job on CPUs" >&2
+  exit 2
+}
+
 # free_port: a port that nothing on this node uses, that of the job's number or one far from those of the next jobs, which
 # may start at the same moment. The script runs on the job's first node, where the first rank listens; all ranks are given
 # the port.
@@ -118,6 +159,7 @@ on_all_ranks() {
     plan "$@"
     return
   fi
+  check_gpus
   local command=$1 head_node variables
   shift
   head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -15,6 +15,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.rollout.vllm.server import server_command, server_environment
 from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE, read_tokens
+from nemo_oprd.runtime.gpus import check_promise
 from nemo_oprd.setup.resolve import resolve_model, resolve_served, servers_ids
 
 # of the path of a Unix socket on Linux
@@ -130,6 +131,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
 
 def _devices(tensor: int) -> tuple[str, ...] | None:
     """The CUDA devices of a server of `tensor` workers; None without CUDA."""
+    check_promise()
     import torch
 
     if not torch.cuda.is_available():

@@ -168,9 +168,7 @@ def output_rows(
         ValueError: the teacher's distribution or the engine's log-probabilities are needed and not given, or the loss
             needs the top sets of all rows.
     """
-    if support_rows is not None and loss.needs_support:
-        raise ValueError(f"output loss kind={loss.kind} with support_rows: expected None, because it needs all rows")
-    _check_given(loss, teacher_logits_CV, teacher_logprob_C, engine_logprob_C)
+    _check_given(loss, teacher_logits_CV, teacher_logprob_C, engine_logprob_C, support_rows)
     # each tensor holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
     given = (z[:, : shard.real] for z in (student_logits_CV, teacher_logits_CV) if z is not None)
     models = [leave_out_gaps_(z_CV, shard) for z_CV in given]
@@ -191,10 +189,7 @@ def output_rows(
         metrics |= {"teacher_entropy": entropies[1], "reverse_kl": mean_ratio_p_C}
     if found is not None:
         support = Support(*found, logprobs_MCK[:, :, 1:].masked_fill(~found[1], -torch.inf))
-        measured = _support_metrics(support)
-        if support_rows is not None:
-            measured, support = {name: value_C[support_rows] for name, value_C in measured.items()}, None
-        metrics |= measured
+        metrics |= _support_metrics(support, support_rows)
 
     both = models[0], models[1] if len(models) == 2 else None, log_ratio_CV
     recorded = old_logprob_C, sampler_logprob_C if old_logprob_C is None else old_sampler_logprob_C, engine_logprob_C
@@ -218,7 +213,10 @@ def _check_given(
     teacher_logits_CV: torch.Tensor | None,
     teacher_logprob_C: torch.Tensor | None,
     engine_logprob_C: torch.Tensor | None,
+    support_rows: torch.Tensor | None,
 ) -> None:
+    if support_rows is not None and loss.needs_support:
+        raise ValueError(f"output loss kind={loss.kind} with support_rows: expected None, because it needs all rows")
     if teacher_logits_CV is None and (loss.needs_distribution or teacher_logprob_C is None):
         alternative = "" if loss.needs_distribution else ", or its log-probabilities of the sampled tokens"
         raise ValueError(f"output loss kind={loss.kind}: expected the teacher's logits{alternative}; got neither")
@@ -357,12 +355,13 @@ def _top_sets(logits_CV: torch.Tensor, k: int, shard: VocabShard, rows: torch.Te
     return found_CK
 
 
-def _support_metrics(support: Support) -> dict[str, torch.Tensor]:
+def _support_metrics(support: Support, rows: torch.Tensor | None) -> dict[str, torch.Tensor]:
     student_mass_C, teacher_mass_C = support.logprobs.exp().sum(2)
     empty_C = ~support.valid.any(1)
-    return {
+    found = {
         "overlap": support.overlap,
         "student_mass": student_mass_C,
         "teacher_mass": teacher_mass_C,
         "empty_support": empty_C.to(student_mass_C),
     }
+    return found if rows is None else {name: value_C[rows] for name, value_C in found.items()}

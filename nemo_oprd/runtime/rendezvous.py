@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_oprd.runtime import waiting
+from nemo_oprd.runtime import gpus, waiting
 from nemo_oprd.runtime.waiting import wait_for
 from nemo_oprd.runtime.watchdog import attempt
 
@@ -77,15 +77,19 @@ def join(backend: str, timeout: datetime.timedelta, device: int | None = None) -
         device: the CUDA device of this rank.
 
     Raises:
-        ValueError: the job's variables are wrong, its port is in use, or a rank was missing for too long.
+        ValueError: the job's variables are wrong, its port is in use, a rank was missing for too long, or two ranks
+            have one device.
         Stopped, NeighbourFailed: see `wait_for`.
     """
     job, limit_s = Job.here(), timeout.total_seconds()
     with _Speaker(job) as speaker:
         store = wait_for(lambda: _open_store(job, timeout), lambda: speaker.says(_no_store(job)), limit_s)
         if job.world > 1:
+            if device is not None:
+                _take_device(job, store, gpus.identity(device))
             meeting = _Meeting(job, store)
             wait_for(lambda: meeting.wait(limit_s), lambda: meeting.missing, limit_s)
+            _check_devices(store)
 
         def connect() -> None:
             import torch
@@ -131,6 +135,23 @@ def _open_store(job: Job, timeout: datetime.timedelta) -> Any:
             f"MASTER_PORT={job.port} {why}; expected a free port of {socket.gethostname()}: set another one, the same "
             "for all ranks; `torchrun --standalone` chooses one"
         ) from None
+
+
+def _take_device(job: Job, store: Any, identity: str) -> None:
+    """Writes down that this rank has a device, or that another one has it, too; before the ranks meet."""
+    own = f"rank {job.rank} on {socket.gethostname()}"
+    other = store.compare_set(f"{attempt()}/device/{identity}", "", own).decode()
+    if other != own:
+        store.set(f"{attempt()}/device/shared", f"{other} and {own} have the same GPU ({identity})")
+
+
+def _check_devices(store: Any) -> None:
+    """Raises the same ValueError on all ranks if two of them have one device, which NCCL would refuse in many lines."""
+    if store.check([f"{attempt()}/device/shared"]):
+        raise ValueError(
+            f"{store.get(f'{attempt()}/device/shared').decode()}; expected one GPU per rank: give every task a GPU of "
+            "its own, or make all of them visible to all tasks (sbatch --gpus-per-node=N --ntasks-per-node=N)"
+        )
 
 
 def _no_store(job: Job) -> str:

@@ -1,8 +1,11 @@
-"""What a command needs of its configuration, checked before anything imports torch."""
+"""What a command needs of its configuration, checked before anything imports torch; after that, whether its GPUs are
+there.
+"""
 
 from __future__ import annotations
 
 from nemo_oprd.config.schema import Config
+from nemo_oprd.runtime.gpus import check_promise
 from nemo_oprd.setup import checks
 from nemo_oprd.setup.named_files import Origin, check_files, check_models
 from nemo_oprd.setup.resolve import RunSpec, SamplingSpec, resolve, resolve_sampling
@@ -20,7 +23,8 @@ def preflight(
         origin: says for messages which file sets a key.
 
     Raises:
-        ValueError: a mistake that the configuration and the models' config.json show by themselves.
+        ValueError: a mistake that the configuration and the models' config.json show by themselves, or torch does not
+            see the GPUs that the launcher gives.
     """
     assert command in ("train", "verify", "fit-bridge", "doctor"), command
     trains = command in ("train", "doctor")
@@ -51,6 +55,7 @@ def preflight(
     if command == "fit-bridge":
         checks.check_bridge_rank(config, student, teacher)
     check_files(config, command, origin)
+    check_promise()
     return run
 
 
@@ -67,4 +72,5 @@ def preflight_evaluation(config: Config, world_size: int, *, origin: Origin | No
     if config.rollout.replay is None:
         checks.check_engine(config, sampling.student.spec)
     check_files(config, "evaluate", origin)
+    check_promise()
     return sampling

@@ -37,6 +37,7 @@ from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.evaluation.validation import SourceModels, Validation
+from nemo_oprd.models.megatron.model import lacks_transformer_engine
 from nemo_oprd.models.megatron.parallel import everyones, first_ranks, init_distributed
 from nemo_oprd.models.weights.hf_export import export_hf
 from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
@@ -344,6 +345,8 @@ def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
     if is_first_rank():
         for line in likely_mistakes(plan, data):
             logger.warning(line)
+        if (lacking := lacks_transformer_engine(run.distiller.student.dtype)) is not None:
+            logger.warning(lacking)
     _record_environment(run, plan)
     if data.report is not None:
         _record_prompts(run, data.report)

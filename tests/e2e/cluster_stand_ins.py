@@ -26,7 +26,7 @@ NOTED = (
 )  # fmt: skip
 # what the image of a container sets, whatever the job has
 IMAGE = {"MASTER_ADDR": "image", "OMP_NUM_THREADS": "99", "CONFIG": "image"}
-CPUS_ON_NODE = 100
+CPUS_ON_NODE, GPUS_ON_NODE = 100, 8
 # options with a value in the next word
 TWO_WORDS = ("--pwd", "--bind")
 
@@ -49,7 +49,7 @@ def install(folder: Path) -> dict[str, str]:
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "PYTHON", "OMP_", "MASTER_", "PIP_"))
+        if not name.startswith(("SLURM_", "PYTHON", "OMP_", "MASTER_", "PIP_", "NEMO_OPRD_"))
         and name not in ("SRUN_ARGS", "LAUNCH_PREFIX", "CONFIG", "BRIDGE", "CPATH")
     }
     return {**clean, "PATH": f"{folder / 'bin'}:/usr/bin:/bin"}
@@ -91,12 +91,16 @@ def _sbatch(folder: Path, arguments: list[str]) -> int:
         "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_JOB_NODELIST": f"n[0-{nodes - 1}]",
         "SLURM_SUBMIT_DIR": os.getcwd(), "SLURM_CPUS_ON_NODE": str(CPUS_ON_NODE),
     }  # fmt: skip
+    if gpus := _option("gpus-per-node", options):
+        # a whole node, as with --exclusive; what the tasks get is the second one (as on Slurm 22.05)
+        job |= {"SLURM_GPUS_ON_NODE": str(GPUS_ON_NODE), "SLURM_GPUS_PER_NODE": gpus}
     if given := _option("cpus-per-task", options):
         job["SLURM_CPUS_PER_TASK"] = given
     spool = folder / "slurm_script"
     shutil.copy(script, spool)
     print("Submitted batch job 7", flush=True)
-    return subprocess.run(["bash", str(spool), *settings], env={**os.environ, **job}, cwd="/").returncode
+    place = _option("chdir", arguments) or os.getcwd()
+    return subprocess.run(["bash", str(spool), *settings], env={**os.environ, **job}, cwd=place).returncode
 
 
 def _srun(arguments: list[str]) -> int:
@@ -123,6 +127,8 @@ def _python(folder: Path, arguments: list[str]) -> int:
             _make(folder, name, environment / "bin" / name)
     if arguments[:1] == ["-c"] and "torch.version.cuda" in arguments[1]:
         print(TORCH)
+    if arguments[:1] == ["-c"] and os.environ.get("STAND_IN_PACKAGES") == "none":
+        return 1
     return int(os.environ.get("STAND_IN_EXIT", "0")) if "nemo_oprd" in arguments else 0
 
 

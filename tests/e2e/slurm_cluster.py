@@ -1,4 +1,5 @@
-"""A real Slurm cluster of ten nodes on loopback, for one test session: munged, slurmctld and a slurmd per node.
+"""A real Slurm cluster on loopback, for one test session: munged, slurmctld and a slurmd per node. Ten nodes are in the
+partition `test`; the two of the partition `gpu` have eight GPUs each, which are empty files.
 
 Runs as root (slurmd wants it); everything lives in a temporary directory and ends with `stop()`.
 """
@@ -17,6 +18,10 @@ from default_signals import default_signals
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = tuple(f"n{number}" for number in range(10))
+GPU_NODES = ("g0", "g1")
+GPUS_PER_NODE = 8
+# what a job gets that asks for no memory, and what a node has
+DEFAULT_MEMORY_MB, MEMORY_MB = 512, 4096
 
 
 def missing() -> str | None:
@@ -50,9 +55,11 @@ class SlurmCluster:
         self.directory = directory
         self._daemons: list[subprocess.Popen] = []
         host = socket.gethostname()
-        controller, *nodes = _free_ports(1 + len(NODES))
-        for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
+        controller, *ports = _free_ports(1 + len(NODES) + len(GPU_NODES))
+        for name in ("state", "munge", "devices", *(f"spool-{node}" for node in (*NODES, *GPU_NODES))):
             (directory / name).mkdir(parents=True, mode=0o755)
+        for number in range(GPUS_PER_NODE):
+            (directory / "devices" / f"gpu{number}").touch()
         key, munge_socket = directory / "munge" / "key", directory / "munge" / "socket"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -74,23 +81,31 @@ class SlurmCluster:
             "MpiDefault=none",
             "ReturnToService=2",
             "SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1",  # a minute by default
+            "GresTypes=gpu",
+            "SlurmdParameters=config_overrides",  # more CPUs than the machine has
+            f"DefMemPerNode={DEFAULT_MEMORY_MB}",
             *(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN"
-                for node, port in zip(NODES, nodes, strict=True)
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} State=UNKNOWN "
+                + (f"CPUs=16 Gres=gpu:{GPUS_PER_NODE}" if node in GPU_NODES else "CPUs=1")
+                + f" RealMemory={MEMORY_MB}"
+                for node, port in zip((*NODES, *GPU_NODES), ports, strict=True)
             ),
             f"PartitionName=test Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP",
+            f"PartitionName=gpu Nodes={','.join(GPU_NODES)} MaxTime=INFINITE State=UP",
         ]
         configuration = directory / "slurm.conf"
         configuration.write_text("\n".join(lines) + "\n")
+        devices = f"{directory}/devices/gpu[0-{GPUS_PER_NODE - 1}]"
+        (directory / "gres.conf").write_text(f"NodeName={','.join(GPU_NODES)} Name=gpu File={devices}\n")
         self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
         files = {"pid-file": "pid", "log-file": "log", "seed-file": "seed", "key-file": "key", "socket": "socket"}
         options = [f"--{option}={directory / 'munge' / name}" for option, name in files.items()]
         self._start(["munged", "--foreground", "--force", *options])
         self._wait(munge_socket.exists, "munged's socket")
         self._start(["slurmctld", "-D", "-f", str(configuration)])
-        for node in NODES:
+        for node in (*NODES, *GPU_NODES):
             self._start(["slurmd", "-D", "-f", str(configuration), "-N", node])
-        self._wait(self.idle, f"{len(NODES)} idle nodes")
+        self._wait(lambda: self.idle((*NODES, *GPU_NODES)), "idle nodes")
 
     def run(
         self, command: list[str], environment: dict[str, str] | None = None, **kwargs

@@ -112,9 +112,9 @@ def test_the_port_is_free_on_the_first_node(site: Site) -> None:
     ("options", "expected"),
     [
         ("--cpus-per-task=5", 5),  # as asked, although odd
-        ("--ntasks-per-node=6", 16),  # 100 / 6, in whole cores of two threads
-        ("--ntasks-per-node=100", 1),
-        ("--ntasks-per-node=128", 1),
+        ("--ntasks-per-node=6 --gpus-per-node=6", 16),  # 100 / 6, in whole cores of two threads
+        ("--ntasks-per-node=100 --gpus-per-node=100", 1),
+        ("--ntasks-per-node=128 --gpus-per-node=128", 1),
     ],
 )
 def test_cpus_per_task(site: Site, options: str, expected: int) -> None:
@@ -164,7 +164,7 @@ def test_the_container_of_apptainer(site: Site) -> None:
 )
 def test_the_interpreter(site: Site, variables: dict[str, str], own: bool) -> None:
     """.venv-gpu, where it is and the task is not in a container, which has a Python of its own."""
-    site.run("python3.12 -m venv .venv-gpu")
+    site.run("python3.12 -m venv .venv-gpu && touch .venv-gpu/ready")
     site.run(f"sbatch {OPRD}", **variables)
     lines = site.only("srun").arguments
     assert (str(site.project / ".venv-gpu/bin/python") in lines) == own
@@ -178,13 +178,18 @@ def planned(call: Call) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("arguments", "ranks", "more"),
-    [("", "8", {}), ("--nodes=3 ", "24", {}), ("--gpu=h200 --nodes=2 ", "16", {"--gpu": "h200"})],
+    [
+        ("", "8", {}),
+        ("--nodes=3 ", "24", {}),
+        ("--gpu=h200 --nodes=2 ", "16", {"--gpu": "h200"}),
+        ("--gpu=a100 --gpu-memory=40 ", "8", {"--gpu": "a100", "--gpu-memory": "40"}),
+    ],
 )
 def test_dry_run_without_slurm(site: Site, arguments: str, ranks: str, more: dict[str, str]) -> None:
     """The plan of the settings that the job would pass; nothing is started."""
     site.run(f"bash {OPRD} --dry-run {arguments}train.steps=3 student.parallel.pipeline=2")
-    (plan,) = calls(site.folder)
-    assert plan.program == "python"
+    (plan,) = site.ranks()
+    assert plan.program == "python" and {call.program for call in calls(site.folder)} == {"python"}
     assert planned(plan) == {"--config-name": "oprd_1p5b", "--ranks": ranks, "--gpus-per-node": "8", **more}
     settings = [word for word in plan.arguments if "=" in word]
     site.run(f"sbatch {OPRD} train.steps=3 student.parallel.pipeline=2")
@@ -247,6 +252,30 @@ def test_the_sbatch_lines_are_those_of_the_script_that_was_called(site: Site) ->
         (f"sbatch {OPRD} --nodes=2", "options of sbatch stand before the script's name"),
         (f"bash {OPRD} --dry-run --nodes=two", "--nodes=two: expected"),
         (f"bash {OPRD} --dryrun", "--dryrun: expected"),
+        (f"bash {OPRD} --gpu-memory=24", "--nodes, --gpu, --gpu-memory and --rehearse belong to --dry-run"),
+        (f"PYTHON=no/python sbatch {OPRD}", "PYTHON=no/python: expected the name of an interpreter"),
+        # another directory than the project's
+        (f"cd / && sbatch $OLDPWD/{OPRD}", "/ has no scripts/slurm_job.sh: submit from the project's directory"),
+        (f"sbatch --chdir=/ {OPRD}", "/ has no scripts/slurm_job.sh: submit from the project's directory"),
+        # other GPUs than tasks
+        (f"sbatch --gpus-per-node=0 --gres=gpu:8 {OPRD}", "8 tasks, and the tasks get 0 GPUs (SLURM_GPUS_PER_NODE=0)"),
+        (f"sbatch --gpus-per-node=0 --gres=gpu:8 {OPRD}", "submit with --gpus-per-node=8 --ntasks-per-node=8, without"),
+        (f"sbatch --gres=gpu:4 --ntasks-per-node=4 {OPRD}", "4 tasks, and the tasks get 8 GPUs"),
+        (
+            f"sbatch --gres=gpu:4 --ntasks-per-node=4 {OPRD}",
+            "submit with --gpus-per-node=4 --ntasks-per-node=4, without",
+        ),
+        (f"sbatch --gpus-per-node=4 {OPRD}", "8 tasks, and the tasks get 4 GPUs"),
+        (f"sbatch --gpus-per-node=h100:4 {OPRD}", "8 tasks, and the tasks get 4 GPUs"),
+        # environments that are not there, or not complete
+        (f"python3 -m venv .venv-gpu && sbatch {OPRD}", "bash scripts/setup_gpu.sh makes it again"),
+        (f"python3 -m venv .venv-gpu && bash {OPRD} --dry-run", "bash scripts/setup_gpu.sh makes it again"),
+        (f"mkdir .venv-gpu && sbatch {OPRD}", ".venv-gpu is not complete (.venv-gpu/ready is missing)"),
+        (
+            f"rm ../bin/python && sbatch {OPRD}",
+            "has torch and megatron-core: bash scripts/setup_gpu.sh makes",
+        ),
+        (f"STAND_IN_PACKAGES=none sbatch {OPRD}", "has torch and megatron-core: bash scripts/setup_gpu.sh makes"),
     ],
 )
 def test_mistakes(site: Site, command: str, said: str) -> None:
@@ -255,6 +284,36 @@ def test_mistakes(site: Site, command: str, said: str) -> None:
     (line,) = ended.stderr.splitlines()
     assert said in line
     assert not site.ranks() and not calls(site.folder, "srun")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"sbatch --gpus-per-node=4 --ntasks-per-node=4 {OPRD}",
+        f"sbatch --gpus-per-node=h100:8 {OPRD}",
+        f"NEMO_OPRD_CPU=1 sbatch --gpus-per-node=0 {OPRD}",
+        f"SRUN_ARGS=--gpus-per-task=1 sbatch --gpus-per-node=0 {OPRD}",
+        f"cd / && sbatch --chdir=$OLDPWD $OLDPWD/{OPRD}",
+        f"rm ../bin/python; SRUN_ARGS=--container-image=x LAUNCH_PREFIX='env PATH=/usr/bin' PYTHON=true sbatch {OPRD}",
+    ],
+)
+def test_no_mistakes(site: Site, command: str) -> None:
+    site.run(command)
+    site.only("srun")
+
+
+def test_a_slurm_that_counts_no_gpus(site: Site) -> None:
+    """Its jobs have all GPUs of their nodes, which nvidia-smi lists."""
+    tool = site.folder / "bin" / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA H100 (UUID: GPU-$i)"; done\n')
+    script = site.project / OPRD
+    script.write_text(script.read_text().replace("#SBATCH --gpus-per-node=8\n", ""))
+    site.run(f"sbatch --ntasks-per-node=4 {OPRD}")
+    site.only("srun")
+    assert "8 tasks, and nvidia-smi lists 4 GPUs; expected" in site.run(f"sbatch {OPRD}", code=2).stderr
+    tool.unlink()
+    assert "8 tasks, and nvidia-smi lists 0 GPUs; expected" in site.run(f"sbatch {OPRD}", code=2).stderr
+    site.only("srun")
 
 
 def test_every_sbatch_script_leaves_it_to_one_file() -> None:
@@ -267,6 +326,7 @@ def test_every_sbatch_script_leaves_it_to_one_file() -> None:
         text = file.read_text()
         if file.name != "slurm_job.sh":
             assert "srun" not in text and "python" not in text.replace("PYTHON", "")
+            assert "#SBATCH --mem=0\n" in text  # otherwise a site's default, which may be a part of the node
             assert ". scripts/slurm_job.sh" in text or "exec bash scripts/bridge_qwen3_4b_to_1p7b.sh" in text
 
 

@@ -70,7 +70,7 @@ class Site:
         """One job, one task per node, CPU; the README's overrides in small. Returns the job's number."""
         environment = {
             "PYTHON": python, "CONFIG": "quickstart", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "BRIDGE": str(self.bridge),
+            "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "BRIDGE": str(self.bridge), "NEMO_OPRD_CPU": "1",
             # as a container would be given (docs/cluster.md)
             "SRUN_ARGS": "--comment=an-argument --quiet", "LAUNCH_PREFIX": "env --unset=NO_SUCH_VARIABLE",
         }  # fmt: skip
@@ -248,6 +248,49 @@ def test_a_dry_run_in_a_job(cluster: slurm_cluster.SlurmCluster, tmp_path: Path)
         "plan of train on 2 nodes of 1 GPUs:",
         f"0 1: -m nemo_oprd plan --config-name oprd_1p5b --ranks 2 --gpus-per-node 1 {settings}",
     ]
+
+
+# options of sbatch, and where from -> the ranks that start and the GPUs that each sees, or what the job says
+GPU_JOBS: list[tuple[list[str], Path, tuple[int, int] | str]] = [
+    ([], ROOT, (8, 8)),
+    (["--nodes=2"], ROOT, (16, 8)),
+    (["--gpus-per-node=4", "--ntasks-per-node=4"], ROOT, (4, 4)),
+    (["--gpus-per-node=0", "--gres=gpu:8"], ROOT, "has 8 tasks, and the tasks get 0 GPUs (SLURM_GPUS_PER_NODE=0)"),
+    (["--gpus-per-node=0"], ROOT, "has 8 tasks, and the tasks get 0 GPUs (SLURM_GPUS_PER_NODE=0)"),
+    (["--gres=gpu:4", "--ntasks-per-node=4"], ROOT, "has 4 tasks, and the tasks get 8 GPUs (SLURM_GPUS_PER_NODE=8)"),
+    (["--gpus-per-node=4"], ROOT, "has 8 tasks, and the tasks get 4 GPUs (SLURM_GPUS_PER_NODE=4)"),
+    ([], Path("/"), "/ has no scripts/slurm_job.sh: submit from the project's directory"),
+    ([f"--chdir={ROOT}"], Path("/"), (8, 8)),
+    (["--chdir=/"], ROOT, "/ has no scripts/slurm_job.sh: submit from the project's directory"),
+]
+
+
+def test_gpus_memory_and_place_of_a_job(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
+    """A job has a GPU per task and all memory of its nodes, or says in one line what is wrong, before a rank starts."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\necho "rank of $WORLD_SIZE sees ${SLURM_GPUS_ON_NODE:-no} GPUs"\n')
+    python.chmod(0o755)
+    jobs = []
+    for number, (options, place, _) in enumerate(GPU_JOBS):
+        command = ["sbatch", "--partition=gpu", f"--output={tmp_path}/{number}.log", "--parsable", *options]
+        submitted = cluster.run([*command, f"{ROOT}/scripts/oprd_1p5b.sh"], {"PYTHON": str(python)}, cwd=place)
+        assert submitted.returncode == 0, submitted.stderr
+        jobs.append(submitted.stdout.strip())
+    for number, ((options, _, expected), job) in enumerate(zip(GPU_JOBS, jobs, strict=True)):
+        state, log = cluster.wait_for_job(job, PATIENCE_S), tmp_path / f"{number}.log"
+        lines = log.read_text().splitlines()
+        shown = cluster.run(["scontrol", "show", "job", job]).stdout
+        assert "MinMemoryNode=0 " in shown, shown
+        nodes = 2 if "--nodes=2" in options else 1
+        assert f"mem={nodes * slurm_cluster.MEMORY_MB // 1024}G," in shown, shown  # all of it, and not the default
+        if isinstance(expected, str):
+            assert state == "FAILED" and "ExitCode=2:0" in shown, (options, lines)
+            (line,) = lines
+            assert expected in line
+        else:
+            ranks, gpus = expected
+            assert state == "COMPLETED", (options, lines)
+            assert lines[1:] == [f"rank of {ranks} sees {gpus} GPUs"] * ranks
 
 
 # the longest first

@@ -95,8 +95,9 @@ def rehearsed(
     rank: int = 0,
     layers: str = "local",
     phases: tuple[str, ...] = (),
+    packages: Path | None = None,
 ) -> dict[str, Any]:
-    """What a rank's process saw; `mistake`: names in rehearsal_plants.py, with commas."""
+    """What a rank's process saw; `mistake`: names in rehearsal_plants.py, with commas; `packages`: a folder of them."""
     result = folder / "result.json"
     task = {
         "rank": rank,
@@ -113,7 +114,8 @@ def rehearsed(
         "experts_load": "balanced",
         "result": str(result),
     }
-    path = os.pathsep.join(filter(None, [str(PLANTS.parents[2]), os.environ.get("PYTHONPATH")]))
+    folders = [packages and str(packages), str(PLANTS.parents[2]), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, str(PLANTS), mistake], input=json.dumps(task), capture_output=True, text=True, env=environment
@@ -159,6 +161,13 @@ def test_a_sound_run_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]
     assert (sound["mistakes"], sound["failure"]) == ([], None)
     assert unknown_waits(waits_of_a_step(sound)) == []
     rehearsal_golden.check("local", sound, tmp_path)
+
+
+def test_local_layers_beside_transformer_engine(with_servers: list[str], tmp_path: Path, sound: dict[str, Any]) -> None:
+    """A login node has the packages of a GPU, and no driver, for which Transformer Engine's optimizer looks."""
+    found = rehearsed(with_servers, tmp_path, "nothing", packages=PLANTS.with_name("te_stand_in"))
+    assert (found["mistakes"], found["failure"]) == ([], None)
+    assert found["phases"]["optimizer"]["bytes"] == sound["phases"]["optimizer"]["bytes"]
 
 
 @pytest.mark.parametrize("model", ["", "experts"])

@@ -289,6 +289,19 @@ def test_sampling_from_a_student_of_these_layers(run: Callable[..., Any], models
         assert response == ids[len(prompt) :]
 
 
+def test_a_gpu_without_transformer_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_oprd.models.megatron.model import LAYERS_VARIABLE, lacks_transformer_engine
+
+    monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
+    assert lacks_transformer_engine(torch.bfloat16) is None  # on a CPU there is nothing to miss
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    said = lacks_transformer_engine(torch.bfloat16)
+    assert said is not None and "scripts/setup_gpu.sh" in said and "\n" not in said
+    assert lacks_transformer_engine(torch.float32) is None
+    monkeypatch.setenv(LAYERS_VARIABLE, LOCAL)
+    assert lacks_transformer_engine(torch.bfloat16) is None
+
+
 def test_backend_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, without Transformer Engine and without CUDA."""
     from nemo_oprd.models.megatron.model import LAYERS_VARIABLE, layer_backend

@@ -38,6 +38,7 @@ from nemo_oprd.evaluation.generations import digest
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import read_json, write_atomically
+from nemo_oprd.runtime.gpus import check_promise
 from nemo_oprd.runtime.output_directories import check_directory
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,10 @@ def compare(options: CompareOptions) -> None:
     """Measures what is not measured yet, and prints a table of all students.
 
     Raises:
-        ValueError: a model or the prompts cannot be read, or the models do not share token ids.
+        ValueError: a model or the prompts cannot be read, the models do not share token ids, or torch does not see the
+            GPUs that a launcher gives.
     """
+    check_promise()
     check_output(str(options.output))
     files = {f"{name}.{ending}" for name in options.students for ending in ("json", "jsonl")}
     check_directory(options.output, "compare", "--output", writes=files)

@@ -8,7 +8,7 @@ import json
 from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.commands.plan.alternatives import alternatives
 from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster, Layers
+from nemo_oprd.commands.plan.gpus import Cluster, Layers, add_gpus, gpu_of
 from nemo_oprd.commands.plan.report import as_json, lines
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.setup.checks import check_trains
@@ -19,8 +19,7 @@ from nemo_oprd.setup.resolve import resolve
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
-    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
+    add_gpus(parser)
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, or 256")
     parser.add_argument(
         "--response-tokens",
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     check_models(config, origin(options))
     run_spec = resolve(config, options.ranks)
     layers: Layers = "transformer_engine" if config.precision == "bf16" else "local"
-    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, layers)
+    cluster = Cluster(options.ranks, gpu_of(options), options.gpus_per_node, layers)
     lengths = Lengths(options.prompt_tokens, options.response_tokens, options.problems)
     found = estimate(run_spec, cluster, lengths)
     near = alternatives(run_spec, cluster, lengths) if found.problems else []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import math
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
+
+from nemo_oprd.commands.options import positive
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,15 @@ GPUS = {
     "h200": Gpu("H200 SXM 141 GB", 139.8 * 2**30, 989e12, 4.8e12, 450e9, 50e9),
     "b200": Gpu("B200 SXM 180 GB", 178.3 * 2**30, 2250e12, 7.7e12, 900e9, 50e9),
 }
+
+
+def gpu_with(name: str, memory_gb: float | None) -> Gpu:
+    """A GPU of `GPUS`; with `memory_gb`, of so many GB (10^9 bytes) in place of its own."""
+    gpu = GPUS[name]
+    if memory_gb is None:
+        return gpu
+    kind = gpu.name.rsplit(" ", 2)[0]
+    return replace(gpu, name=f"{kind} with {memory_gb:g} GB", memory=memory_gb * 1e9)
 
 
 # Transformer Engine's layers, as on GPUs in bf16; Megatron's local ones on GPUs; the same on CPUs, whose norms are
@@ -94,3 +107,29 @@ def count(number: float) -> str:
     """A number of parameters. Example: "1.54 B"."""
     scale, name = next((each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= 0.1 * each[0]), (1.0, ""))
     return f"{number / scale:.{2 if scale > 1 else 0}f} {name}".strip()
+
+
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    """The GPUs that a job is to have; `gpu_of` reads the kind."""
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
+    text = "memory of one GPU in GB of 10^9 bytes, if another than that of --gpu, whose speed it has"
+    parser.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help=text)
+
+
+def gpu_of(options: argparse.Namespace) -> Gpu:
+    """The kind of GPU that the options of `add_gpus` name."""
+    return gpu_with(options.gpu, options.gpu_memory)
+
+
+def _gigabytes(text: str) -> float:
+    reserve_gb = ASSUMED.reserve / 1e9
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not reserve_gb < size < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected the GB of one GPU, such as 24; {reserve_gb:.1f} of them are for CUDA and NCCL"
+        )
+    return size

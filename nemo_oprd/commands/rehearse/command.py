@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.commands.plan.estimate import Estimate, Lengths, RankKind, estimate
-from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster, in_bytes
+from nemo_oprd.commands.plan.gpus import ASSUMED, Cluster, add_gpus, gpu_of, in_bytes
 from nemo_oprd.commands.rehearse import layers
 from nemo_oprd.commands.rehearse.agreement import disagreements
 from nemo_oprd.commands.rehearse.known_waits import unknown_waits
@@ -72,8 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"what is rehearsed around the steps, of {','.join(PARTS)}, or none (default: all)",
     )
-    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
+    add_gpus(parser)
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, or 256")
     parser.add_argument("--response-tokens", type=positive, metavar="N", help="default: the longest that there can be")
     text = "whose layers: Megatron's local ones, or Transformer Engine's (default: %(default)s)"
@@ -120,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     short = [*too_few_positions(config, student, teachers, known_prompt(config, student, options.prompt_tokens))]
     for each in short:
         print(f"{each.line} (rehearsed: prompts of {prompt:,} and responses of {response:,} tokens)", flush=True)
-    cluster = Cluster(options.ranks, GPUS[options.gpu], options.gpus_per_node, layers.NAMES[options.layers])
+    cluster = Cluster(options.ranks, gpu_of(options), options.gpus_per_node, layers.NAMES[options.layers])
     # the plan of memory is that of the longest responses
     planned = estimate(_shortened(run_spec, response), cluster, Lengths(prompt, response))
     ranks = [_rank(options, run_spec)] if options.rank is not None else ranks_of_interest(run_spec, planned)
@@ -136,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
     between = disagreements({rank: found[rank] for rank in ranks})
     problems = 0
     for one in reports:
-        for line, is_problem in lines(one, GPUS[options.gpu].memory - ASSUMED.reserve):
+        for line, is_problem in lines(one, gpu_of(options).memory - ASSUMED.reserve):
             problems += is_problem
             print(line)
     for line in between:
@@ -207,7 +206,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
         task = {
             "rank": rank,
             "ranks": options.ranks,
-            "gpu_bytes": int(GPUS[options.gpu].memory),
+            "gpu_bytes": int(gpu_of(options).memory),
             "gpus_per_node": options.gpus_per_node,
             "layers": options.layers,
             "config_name": options.config_name,

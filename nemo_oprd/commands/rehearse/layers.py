@@ -83,4 +83,8 @@ def choose(choice: Choice, recorder: Recorder) -> None:
         te_package.install(Functions(te_package.folder(), recorder.call, recorder.mistake))
     from nemo_oprd.models.megatron.model import LAYERS_VARIABLE
 
+    if choice == "local":  # Transformer Engine's optimizer, where it is installed, would look for a driver
+        from nemo_oprd.models.megatron.cpu_patches import take_torch_optimizer
+
+        take_torch_optimizer()
     os.environ[LAYERS_VARIABLE] = NAMES[choice]

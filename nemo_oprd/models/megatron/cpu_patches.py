@@ -5,11 +5,13 @@ Megatron-core asks for CUDA devices by name in a few modules: `device="cuda"`, `
 changed, so a device mistake in any other code, including this project's, still raises an error instead of silently
 using the CPU.
 
-Three kinds of change, each listed in a table below:
+Kinds of change; what has a table is listed below:
 - `MODULES_ASKING_FOR_CUDA`: the module's global name `torch` is bound to a view of torch that reports the CPU where the
   module asks for a CUDA device.
 - `FUNCTIONS_COMPARING_TYPE_NAMES`: CUDA type names among a function's constants become CPU type names.
 - Megatron's exchange of tokens between experts gets the sizes of its parts as numpy arrays, as it would from a GPU.
+- Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, also where it has found those of
+  Transformer Engine or Apex, which look for a driver: a login node has a GPU's packages.
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
   read and write the state of the CUDA generator use the CPU generator.
 
@@ -162,6 +164,33 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def take_torch_optimizer() -> None:
+    """Megatron's optimizer as it is where neither Transformer Engine nor Apex is installed.
+
+    A name that this version of Megatron-core does not have stays absent.
+    """
+    utils = importlib.import_module("megatron.core.utils")
+    lists = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "multi_tensor_scale_tensor_impl": None,
+    }
+    chosen: dict[str, dict[str, Any]] = {
+        "": {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
+        ".clip_grads": lists,
+        ".optimizer": lists,
+        ".distrib_optimizer": {
+            "Adam": torch.optim.Adam,
+            **dict.fromkeys(("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"), False),
+        },
+    }
+    for name, values in chosen.items():
+        module = importlib.import_module(f"megatron.core.optimizer{name}")
+        for key in values.keys() & vars(module).keys():
+            setattr(module, key, values[key])
+
+
 def import_uncompiled() -> None:
     """Imports Megatron-core; on a torch built without CUDA, `torch.compile` is the identity during the import.
 
@@ -200,6 +229,7 @@ def install() -> None:
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     rng._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
     rng._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+    take_torch_optimizer()
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
     _installed = True

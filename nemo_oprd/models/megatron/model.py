@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,6 +78,17 @@ def layer_backend(dtype: torch.dtype) -> str:
         )
     fits = installed and torch.cuda.is_available() and dtype != torch.float32
     return requested or ("transformer_engine" if fits else "local")
+
+
+def lacks_transformer_engine(dtype: torch.dtype) -> str | None:
+    """A line if this process has a GPU and weights of `dtype`, and no Transformer Engine; None where that is meant."""
+    on_gpu = torch.cuda.is_available() and dtype != torch.float32
+    if not on_gpu or os.environ.get(LAYERS_VARIABLE) or importlib.util.find_spec("transformer_engine") is not None:
+        return None
+    return (
+        f"Transformer Engine is not installed in {sys.prefix}: layers are Megatron's local ones, which are slower and "
+        f"take more memory; bash scripts/setup_gpu.sh installs it, {LAYERS_VARIABLE}=local says that this is meant"
+    )
 
 
 class RMSNorm(torch.nn.Module):

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.layout import Coordinates, Layout
-from nemo_oprd.runtime import rendezvous, watchdog
+from nemo_oprd.runtime import gpus, rendezvous, watchdog
 
 T = TypeVar("T")
 # How long a collective of any group may wait. Ranks may arrive far apart, for example if one loads a teacher over a
@@ -105,11 +105,13 @@ def init_distributed() -> None:
     Uses NCCL if CUDA is available, otherwise gloo. Also prepares Megatron-core (CPU patches, memory buffer).
 
     Raises:
-        ValueError: there is no GPU for this rank, the port is in use, or another rank was missing for too long.
+        ValueError: there is no GPU for this rank, or one that does not fit, the port is in use, or another rank was
+            missing for too long.
         Stopped: SIGTERM or SIGUSR1 arrived while this rank waited for others.
     """
     from megatron.core import parallel_state
 
+    gpus.check_promise()
     backend, gpu = "gloo", None
     if torch.cuda.is_available():
         gpu = device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
@@ -126,6 +128,8 @@ def init_distributed() -> None:
 
         cpu_patches.install()
     if not dist.is_initialized():
+        if gpu is not None:
+            gpus.check_device(gpu, rendezvous.Job.here().world)
         rendezvous.join(backend, COLLECTIVE_TIMEOUT, gpu)  # ranks may start minutes apart
     host_group()
     watchdog.start()  # once all ranks have joined

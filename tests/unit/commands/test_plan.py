@@ -234,6 +234,28 @@ def test_what_does_not_fit_has_alternatives_that_do(pair: list[str]) -> None:
         assert written == changed(config, each.changes)
 
 
+def test_the_memory_of_a_gpu_can_be_named(pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It decides whether a run fits; nothing else changes."""
+    from nemo_oprd.cli import main
+
+    arguments = ["plan", "--config-name", "oprd_1p5b", "--ranks", "8", "--gpu", "a100", *pair]
+    for number, more in enumerate(([], ["--gpu-memory", "84.9"], ["--gpu-memory", "24"])):
+        try:
+            main([*arguments, *more, "--json", str(tmp_path / f"{number}.json")], alone=False)
+            code = 0
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        assert code == (1 if number == 2 else 0), capsys.readouterr().out
+    whole, same, small = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(3))
+    assert (whole["gpu"], same["gpu"], small["gpu"]) == (
+        "A100 SXM 80 GB",
+        "A100 SXM with 84.9 GB",
+        "A100 SXM with 24 GB",
+    )
+    assert same["seconds"] == whole["seconds"]
+    assert "A100 SXM with 24 GB" in capsys.readouterr().out
+
+
 def test_nothing_fits_in_too_few_gpus(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["rollout.max_new_tokens=131000", "data.max_prompt_tokens=8", "train.tokens_per_microbatch=1048576"]
     with pytest.raises(SystemExit) as ended:
@@ -352,6 +374,11 @@ def test_the_recipe_with_experts_fits_two_to_eight_nodes(tmp_path: Path) -> None
     "arguments, message",
     [
         (["--ranks", "0"], "expected a whole number of at least 1"),
+        (
+            ["--ranks", "8", "--gpu-memory", "3"],
+            "'3': expected the GB of one GPU, such as 24; 3.2 of them are for CUDA",
+        ),
+        (["--ranks", "8", "--gpu-memory", "nan"], "'nan': expected the GB of one GPU"),
         (["--ranks", "8", "--gpu", "tpu"], "--gpu tpu: expected one of a100, b200, h100, h200"),
         ([], "--ranks"),
     ],

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+TE_STAND_IN = Path(__file__).parents[2] / "functional" / "te_stand_in"
 
 
-def run(code: str) -> str:
+def run(code: str, *more_paths: Path) -> str:
     """Runs `code` in a process of its own: patches are per process."""
+    path = os.pathsep.join([*map(str, more_paths), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -81,3 +87,43 @@ def test_every_named_place_is_changed_and_global_torch_stays_as_it_is() -> None:
         """
     )
     assert out.split() == ["fails"] * 3
+
+
+def test_without_cuda_the_optimizer_is_torchs_beside_transformer_engine() -> None:
+    """A login node has the packages of a GPU. Megatron has chosen those of Transformer Engine, which look for a driver,
+    wherever it imports them; afterwards it computes with torch's."""
+    out = run(
+        """
+        import torch
+        from megatron.core import optimizer
+        from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer as mixed
+        from nemo_oprd.models.megatron import cpu_patches
+        theirs = [optimizer.Adam, optimizer.SGD, distrib_optimizer.Adam, clip_grads.l2_norm_impl]
+        theirs += [clip_grads.multi_tensor_applier, mixed.multi_tensor_applier]
+        for one in theirs:
+            try:
+                one([torch.ones(2)])
+            except RuntimeError as error:
+                assert "Found no NVIDIA driver" in str(error), error
+                print("looks for a driver")
+        assert not optimizer.USING_PYTORCH_OPTIMIZER and distrib_optimizer.USING_TE_OPTIMIZER
+        cpu_patches.install()
+        assert (optimizer.Adam, optimizer.SGD) == (torch.optim.AdamW, torch.optim.SGD)
+        assert optimizer.USING_PYTORCH_OPTIMIZER
+        assert not distrib_optimizer.USING_TE_OPTIMIZER and not distrib_optimizer.HAVE_APEX_OR_TE
+        gradients = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0, 0.0])]
+        buffer = torch.zeros(1, dtype=torch.int)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, buffer, [gradients], False)
+        assert abs(float(norm) - 5.0) < 1e-6
+        target = [torch.zeros(2), torch.zeros(3)]
+        mixed._multi_tensor_copy_this_to_that(gradients, target, buffer)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, target))
+        parameters = [torch.nn.Parameter(gradient.clone()) for gradient in gradients]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        clip_grads.clip_grad_by_total_norm_fp32(parameters, 0.5, 5.0)
+        assert all(abs(float(p.grad[0]) - 0.1) < 1e-6 for p in parameters)
+        """,
+        TE_STAND_IN,
+    )
+    assert out.splitlines() == ["looks for a driver"] * 6

@@ -88,6 +88,7 @@ def test_the_order(tmp_path: Path) -> None:
     """Torch stays the one that was installed first; the headers that come with it are found by the compiler."""
     status, ran, _ = run(tmp_path, CUDA_HOME="/opt/cuda-12.4", CPLUS_INCLUDE_PATH="/opt/cuda-12.4/include")
     assert status == 0 and ran == STEPS
+    assert (tmp_path / "project" / ".venv-gpu" / "ready").exists()
     constraints = (tmp_path / "project" / ".venv-gpu" / "constraints.txt").read_text().splitlines()
     assert constraints[-1] == "torch==2.14.1" and "torch==2.13.0" not in constraints
     assert {f"{name}==2.20.2" for name in ("transformer-engine", "transformer-engine-torch")} <= set(constraints)
@@ -145,6 +146,7 @@ def test_dry_run_prints_the_same_commands(tmp_path: Path, variables: dict[str, s
 def test_a_step_that_fails_ends_it(tmp_path: Path, step: int) -> None:
     status, ran, _ = run(tmp_path, fail=STEPS[step].split("|")[-1])
     assert status != 0 and ran == STEPS[: step + 1]
+    assert not (tmp_path / "project" / ".venv-gpu" / "ready").exists()  # jobs refuse such an environment
 
 
 @pytest.mark.parametrize(
