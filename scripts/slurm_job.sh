@@ -167,6 +167,8 @@ on_all_ranks() {
   variables=(
     "MASTER_ADDR=${MASTER_ADDR:-$head_node}"
     "MASTER_PORT=${MASTER_PORT:-$(free_port)}"
+    # packages in a user's home would take precedence over those of a container image
+    PYTHONNOUSERSITE=1
     # sequence parallelism and the overlap of communication with computation rely on one hardware queue
     CUDA_DEVICE_MAX_CONNECTIONS=1
     # packs and responses differ in length from step to step; expandable segments avoid fragmentation
