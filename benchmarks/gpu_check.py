@@ -1,8 +1,9 @@
 """Checks what a GPU computes, how much memory a step needs, and how fast it is: `scripts/gpu_check.sh`.
 
-This file imports only the standard library before it has found that the packages are there, because it must be able to
-report missing ones. `gpu_parts/registry.py` has the parts, `gpu_parts/runner.py` runs them. Results go to a line per part
-and a table on stdout, and after every part to DIR/gpu_check.json; the output of the parts goes to DIR/gpu_check.log.
+This file imports only the standard library before it has found that the packages are there, because it must be able
+to report missing ones. `gpu_parts/registry.py` has the parts, `gpu_parts/runner.py` runs them. Results go to a line per
+part and a table on stdout, and after every part to DIR/gpu_check.json; the output of the parts goes to
+DIR/gpu_check.log.
 """
 
 from __future__ import annotations

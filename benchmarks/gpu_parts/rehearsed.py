@@ -18,15 +18,24 @@ from benchmarks.gpu_parts.outcome import Outcome
 from nemo_oprd.commands.plan.gpus import GPUS
 
 if TYPE_CHECKING:
+    from nemo_oprd.commands.rehearse.injections import Injections
     from nemo_oprd.commands.rehearse.recorder import Recorder
+    from nemo_oprd.models.megatron.parallel import Role
 
 GPU = "h100"
 _recorders: list[Recorder] = []
+_injections: list[Injections] = []
 
 
 def recorder() -> Recorder | None:
     """What counts in this rehearsal; None outside of one."""
     return _recorders[-1] if _recorders else None
+
+
+def check_gradients_of(role: Role) -> None:
+    """In a rehearsal: the layers of this role get the losses' gradients, which no sum on the device can tell."""
+    for each in _injections:
+        each.role = role
 
 
 @contextmanager
@@ -36,6 +45,7 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
     torch is changed for the whole process.
     """
     from nemo_oprd.commands.rehearse import device_kernels, fake_cuda, fake_world
+    from nemo_oprd.commands.rehearse.injections import Injections
     from nemo_oprd.commands.rehearse.recorder import Recorder
     from nemo_oprd.commands.rehearse.stand_ins import stand_in
 
@@ -51,6 +61,8 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
     device_kernels.install()
     # a tensor that is made on the device is otherwise made in host memory first
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
+    _injections.append(Injections())
+    _injections[-1].install(made)
     _recorders.append(made)
     with FakeTensorMode(allow_non_fake_inputs=True), made:
         yield

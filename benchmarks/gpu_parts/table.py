@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-WIDTHS = (22, 30, 10, 9, 9, 9, 9)
-HEAD = ("part", "", "seconds", "peak GB", "plan", "delta GB", "plan")
+WIDTHS: tuple[int, ...] = (22, 30, 10, 9, 9, 9, 9)
+HEAD: tuple[str, ...] = ("part", "", "seconds", "peak GB", "plan", "delta GB", "plan")
 OTHERS = ("seconds", "peak GB", "delta GB")
 MEASURED = ("seconds", "peak_gb", "delta_gb")
 # step of a part / step of another, as far as both were measured

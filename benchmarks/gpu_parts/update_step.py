@@ -1,8 +1,9 @@
 """The parts that measure a training step at full size: seconds, memory beside `plan`, host waits, kernels.
 
-Two responses of 16,384 tokens after prompts of 1,024, at the shape of R1-Distill-Qwen-1.5B, as in the paper; student and
-teacher share the GPU. Every part is one objective in the loop of `train.py`; `backbone` is a forward and backward pass
-without teacher and loss. The layers are Megatron's local ones, so that cards can be compared; `te.py` has the others.
+Two responses of 16,384 tokens after prompts of 1,024, at the shape of R1-Distill-Qwen-1.5B, as in the paper; student
+and teacher share the GPU. Every part is one objective in the loop of `train.py`; `backbone` is a forward and backward
+pass without teacher and loss. The layers are Megatron's local ones, so that cards can be compared; `te.py` has the
+others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from benchmarks.gpu_parts.kernels import kernel_profile
 from benchmarks.gpu_parts.measure import Measured, Meter, is_cuda, synchronize
 from benchmarks.gpu_parts.outcome import GB, Outcome, Settings
 from benchmarks.gpu_parts.real_shape import QUICK, REAL, Batch, build, configure, planned, prepare, that_fits
+from benchmarks.gpu_parts.rehearsed import check_gradients_of
 from benchmarks.gpu_parts.waits import check_waits
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.commands.plan.estimate import Estimate
@@ -129,6 +131,7 @@ def _built(settings: Settings, outcome: Outcome, overrides: list[str], layers: s
     config = configure(folder, batch, *overrides)
     start = time.perf_counter()
     distiller = build(config)
+    check_gradients_of(distiller.student.role)
     synchronize()
     depth = batch.shape.num_hidden_layers
     outcome.numbers |= {
@@ -185,9 +188,9 @@ def report_phases(
             phase,
             seconds=seconds,
             peak=measured.peak,
-            planned_peak=said,
+            planned_peak=None if settings.quick else said,
             delta=measured.delta,
-            planned_delta=said - always - before.get(phase, 0.0),
+            planned_delta=None if settings.quick else said - always - before.get(phase, 0.0),
             note="" if share is None else f"{share:.0%} of peak FLOP/s",
         )
         if measured.peak is not None and not settings.quick:
