@@ -185,7 +185,9 @@ def _choice(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> str:  # fmt: skip
     if attn_mask is not None and type(attn_mask) is not torch.Tensor:
-        # a causal bias decides by itself, between flash and memory-efficient attention
+        # a causal bias decides by itself, on a GPU between flash and memory-efficient attention
+        if not is_cuda():
+            return "a mask"
         params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, enable_gqa)
         if torch.backends.cuda.can_use_flash_attention(params):
             return "flash"

@@ -24,7 +24,7 @@ class PlainPair:
         save_configs(settings.scratch, batch.shape)
         self.batch = batch
         self.student, self.teacher = (
-            self._model(settings, role, seed) for seed, role in enumerate(("student", "teacher"))
+            self._model(settings, role, seed=seed) for seed, role in enumerate(("student", "teacher"))
         )
         self.teacher.requires_grad_(False).eval()
         self.student.gradient_checkpointing_enable({"use_reentrant": False})
@@ -52,7 +52,8 @@ class PlainPair:
                 else:
                     parameter.normal_(0.0, STD, generator=draw)
         # the frequencies of positions have no values after to_empty
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config, device=place())
+        with torch.device(place()):
+            model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
         return model
 
     def _states(self, model: Any) -> torch.Tensor:

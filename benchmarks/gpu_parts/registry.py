@@ -62,7 +62,7 @@ _ALL = (
     _step("oprd_no_recompute"),
     _step("oprd_all_tokens"),
     _step("oprd_top_16"),
-    Part("toy", "toy", 240),
+    Part("toy", "toy", 120),
 )
 PARTS = {part.name: part for part in _ALL}
 

@@ -30,7 +30,7 @@ from benchmarks.gpu_parts.table import table
 ROOT = Path(__file__).parents[2]
 # a part begins only with this share of its limit left; a CPU is slower than a GPU
 SHARE_TO_BEGIN = 1 / 3
-CPU_FACTOR = 6.0
+CPU_FACTOR = 4.0
 # of a rehearsal, which makes every tensor of a step in Python
 REHEARSAL_FACTOR = 8.0
 # reserved at the end for the report
