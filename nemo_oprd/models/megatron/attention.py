@@ -160,7 +160,7 @@ class SDPAttention(MegatronModule):
         the math kernel, which makes the matrix of all scores: 13 GB for 12 heads and 16,384 tokens. So the keys and
         values are repeated there, which the memory-efficient kernel takes.
         """
-        if q.device.type != "cpu" and q.dtype not in FLASH_DTYPES:
+        if repeats_heads(q):
             k, v = _repeated(k, q), _repeated(v, q)
             return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
@@ -199,6 +199,11 @@ class SDPAttention(MegatronModule):
             out = scaled_dot_product_attention(grouped, k, v, attn_mask=cache.mask, scale=self.scale)
             return out.reshape(batch, 1, heads * channels).transpose(0, 1)
         return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+
+def repeats_heads(q: torch.Tensor) -> bool:
+    """Whether keys and values of grouped heads are repeated for these queries, see `SDPAttention._attend`."""
+    return q.device.type != "cpu" and q.dtype not in FLASH_DTYPES
 
 
 def _repeated(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
