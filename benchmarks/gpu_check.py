@@ -20,6 +20,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -90,9 +91,17 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose error is one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gpu_check.sh", description="Is what this GPU computes right, how much memory does a step need, how fast?"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
@@ -116,8 +125,10 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.minutes is None:
         options.minutes = QUICK_MINUTES if options.quick else REHEARSAL_MINUTES if options.rehearse else MINUTES
-    if not 0 <= options.minutes <= MOST_MINUTES:
-        parser.error(f"--minutes {options.minutes:g}: expected 0 to {MOST_MINUTES:.0f}; choose a number between them")
+    if not 0 < options.minutes <= MOST_MINUTES:
+        parser.error(
+            f"--minutes {options.minutes:g}: expected more than 0 and at most {MOST_MINUTES:.0f}; choose such a number"
+        )
     if options.layers is not None and options.layers < 1:
         parser.error(f"--layers {options.layers}: expected at least 1; choose a larger number")
     if options.beside is not None and not options.beside.is_file():

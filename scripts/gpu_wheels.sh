@@ -42,6 +42,8 @@ version=${PYTHON_VERSION:-3.12}
 # what neither torch nor transformers brings; antlr4 has no wheel in the index and is built here, of Python alone
 needed=(megatron-core einops hydra-core omegaconf filelock pydantic pydantic_core annotated-types typing-inspection PyYAML
   math-verify latex2sympy2_extended httpx2 httpcore2 truststore)
+# of single parts, which are skipped without them
+of_parts=(psutil sentencepiece)
 built=(antlr4-python3-runtime)
 compared=(trl==1.16.0 liger-kernel==0.8.5 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19)
 engine=2.20.2
@@ -61,7 +63,7 @@ fetch() {
 
 mkdir -p "$folder"
 requirements=()
-for name in "${needed[@]}"; do requirements+=("$(pinned "$name")"); done
+for name in "${needed[@]}" "${of_parts[@]}"; do requirements+=("$(pinned "$name")"); done
 fetch "${requirements[@]}"
 for name in "${built[@]}"; do
   "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$folder" "$(pinned "$name")"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ class Part:
         stage: parts of the same stage run at the same time; timings run alone, in a stage of their own.
         needed: a check that has no time for it has failed.
         memory: it measures memory that can be predicted, so that a rehearsal runs it, too.
+        packages: import names of what only this part needs; without one of them it is skipped.
     """
 
     name: str
@@ -26,6 +28,11 @@ class Part:
     function: str = ""
     needed: bool = False
     memory: bool = False
+    packages: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        """Its own packages that are not installed."""
+        return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
     def load(self) -> Callable[..., None]:
         """The function; imports its module."""
@@ -33,8 +40,8 @@ class Part:
         return getattr(module, self.function or self.name)  # type: ignore[no-any-return]
 
 
-def _correct(name: str, limit: float) -> Part:
-    return Part(name, "correctness", limit, "correctness", needed=True)
+def _correct(name: str, limit: float, packages: tuple[str, ...] = ()) -> Part:
+    return Part(name, "correctness", limit, "correctness", needed=True, packages=packages)
 
 
 def _step(name: str, *, needed: bool = False) -> Part:
@@ -48,7 +55,7 @@ _ALL = (
     _correct("guard", 60),
     _correct("decoding", 60),
     _correct("training", 90),
-    _correct("save_resume", 120),
+    _correct("save_resume", 120, ("psutil",)),  # Megatron saves checkpoints with it
     _step("oprd", needed=True),
     _step("backbone"),
     _step("sampled_token"),
@@ -62,7 +69,7 @@ _ALL = (
     _step("oprd_no_recompute"),
     _step("oprd_all_tokens"),
     _step("oprd_top_16"),
-    Part("toy", "toy", 120),
+    Part("toy", "toy", 120, packages=("psutil", "sentencepiece")),
 )
 PARTS = {part.name: part for part in _ALL}
 

@@ -144,7 +144,9 @@ def check(options: Options, started: float) -> bool:
             began = time.monotonic()
             for part in stage:
                 left = deadline - time.monotonic()
-                if left < SHARE_TO_BEGIN * _limit(part, options):
+                if part.missing():
+                    report.add(part.name, 0.0, _skipped(f"needs the package {' and '.join(part.missing())}"))
+                elif left < SHARE_TO_BEGIN * _limit(part, options):
                     report.add(part.name, 0.0, _not_run(part, options, left))
                 else:
                     running.append(begin(part, options, min(_limit(part, options), left)))
@@ -194,7 +196,11 @@ def _not_run(part: Part, options: Options, left: float) -> dict[str, Any]:
     said = f"{max(0.0, left):.0f} s left, it begins with {SHARE_TO_BEGIN * _limit(part, options):.0f}: give --minutes"
     if part.needed or options.parts is not None:
         return {"ok": False, "numbers": {}, "problems": [f"not run: {said}"], "lines": []}
-    return {"ok": True, "numbers": {"skipped": f"no time: {said}"}, "problems": [], "lines": []}
+    return _skipped(f"no time: {said}")
+
+
+def _skipped(reason: str) -> dict[str, Any]:
+    return Outcome(skipped=reason).as_json()
 
 
 def import_everything(names: list[str], *, rehearsed: bool) -> None:
