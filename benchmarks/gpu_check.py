@@ -1,56 +1,32 @@
-"""Checks whether this machine's GPU computes correct numbers, and measures its speed: `scripts/gpu_check.sh`.
+"""Checks what a GPU computes, how much memory a step needs, and how fast it is: `scripts/gpu_check.sh`.
 
-Each phase runs in a separate process with a time limit, so that a phase that fails or hangs does not affect the others.
-This file imports only the standard library, because it must be able to report missing packages. Results go to a table
-on stdout and, after every phase, to DIR/gpu_check.json; the output of the phases goes to DIR/gpu_check.log. The exit
-status is 0 only if all phases are ok or skipped. The check uses one GPU, and for `two_ranks` a second one where it is;
-other layouts are tested on the CPU (tests/functional/test_layouts.py).
+This file imports only the standard library before it has found that the packages are there, because it must be able
+to report missing ones. `gpu_parts/registry.py` has the parts, `gpu_parts/runner.py` runs them. Results go to a line per
+part and a table on stdout, and after every part to DIR/gpu_check.json; the output of the parts goes to
+DIR/gpu_check.log.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib.util
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import IO, Any
+
+STARTED = time.monotonic()
+
+import argparse  # noqa: E402
+import importlib.util  # noqa: E402
+import os  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-# phase -> time limit in seconds, in the order in which the phases run
-PHASES = {
-    "environment": 90,
-    "golden_fp32": 120,
-    "golden_bf16": 150,
-    "guard": 90,
-    "decoding": 90,
-    "two_ranks": 90,
-    "training": 150,
-    "save": 90,
-    "resume": 60,
-    "models": 120,
-    "step_recompute_none": 150,
-    "step_recompute_full": 150,
-    "generation": 120,
-    "generation_16k": 120,
-}
-# phase -> the phase whose files it reads
-NEEDS = {
-    "resume": "save",
-    "step_recompute_none": "models",
-    "step_recompute_full": "models",
-    "generation": "models",
-    "generation_16k": "models",
-}
-# import name -> package name, for all packages that the phases import; requirements-cpu.txt has the versions
+sys.path.insert(0, str(ROOT))
+from benchmarks.gpu_parts.registry import PARTS  # noqa: E402
+
+# import name -> package name, for all packages that the parts import; requirements-cpu.txt has the versions
 REQUIRED = {
     "torch": "torch",
     "numpy": "numpy",
@@ -69,13 +45,20 @@ REQUIRED = {
     "typing_inspection": "typing-inspection",
     "yaml": "PyYAML",
     "tqdm": "tqdm",
+    "math_verify": "math-verify",
+    "latex2sympy2_extended": "latex2sympy2_extended",
+    "httpx2": "httpx2",
+    "httpcore2": "httpcore2",
+    "truststore": "truststore",
 }
-# reserved at the end, so that the report is written before the deadline
-REPORT_SECONDS = 5
-# processes of phases, which must end with this process
-_running: set[subprocess.Popen] = set()
-# the measurements of a phase that did not finish
-NOTHING: dict[str, Any] = {"numbers": {}, "lines": []}
+MINUTES, QUICK_MINUTES, REHEARSAL_MINUTES, MOST_MINUTES = 5.0, 10.0, 15.0, 15.0
+# an answer without cuInit: a process that has asked CUDA itself can't be forked
+SET = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def missing_packages() -> list[str]:
@@ -95,149 +78,94 @@ def missing_packages() -> list[str]:
     return [pinned[package] for name, package in REQUIRED.items() if not found(name)]
 
 
-def last_line(text: str) -> str:
-    """The last line that is not blank: an exception's message, if there is one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
+def names(text: str) -> tuple[str, ...]:
+    """The parts in an argument, without spaces.
 
-
-def run_phase(name: str, limit: float, arguments: list[str], scratch: Path, log: Path) -> dict[str, Any]:
-    """Runs one phase in its own process group, which is killed after `limit` seconds.
-
-    Returns:
-        {"status": "ok" | "skipped: ..." | "failed: ..." | "timeout ...", "seconds", "numbers", "lines"}.
+    Raises:
+        argparse.ArgumentTypeError: there is no such part.
     """
-    output, result = scratch / f"{name}.log", scratch / f"{name}.json"
-    command = [sys.executable, "-m", "benchmarks.phase", name, str(result), "--scratch", str(scratch), *arguments]
-    start = time.monotonic()
-    with output.open("w") as file:
-        code = run_limited(command, limit, scratch, file)
-    seconds = round(time.monotonic() - start, 1)
-    text = output.read_text(errors="replace")
-    with log.open("a") as file:
-        file.write(f"==== {name}\n{text}\n")
-    measured = json.loads(result.read_text()) if result.exists() else {}
-    if code is None:
-        status = f"timeout after {limit:.0f} s"
-    elif code != 0:
-        status = f"failed: {measured.get('error') or last_line(text)}"
-    elif measured["problems"]:
-        status = f"failed: {'; '.join(measured['problems'])}"
-    else:
-        status = "ok" if measured["skipped"] is None else f"skipped: {measured['skipped']}"
-    return {"status": status, "seconds": seconds, **{key: measured.get(key, empty) for key, empty in NOTHING.items()}}
+    found = tuple(text.split(","))
+    unknown = [name for name in found if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected some of {','.join(PARTS)}; choose from these")
+    return found
 
 
-def run_limited(command: list[str], limit: float, directory: Path, output: IO[str]) -> int | None:
-    """The exit status; None if the whole process group was killed after `limit` seconds."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen(
-        command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
-    )
-    _running.add(process)
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        _running.discard(process)
+class Parser(argparse.ArgumentParser):
+    """A parser whose error is one line, without the usage."""
 
-
-def show(name: str, phase: dict[str, Any]) -> None:
-    """Prints the phase's rows of the table."""
-    print(f"{name:<21}{phase['seconds']:>7.1f} s  {phase['status']}", flush=True)
-    for line in phase["lines"]:
-        print(f"{'':<32}{line}", flush=True)
-
-
-def check(options: argparse.Namespace, scratch: Path) -> bool:
-    """Runs the phases within `options.minutes`; True if all are ok."""
-    deadline = time.monotonic() + options.minutes * 60 - REPORT_SECONDS
-    arguments = ["--quick"] if options.quick else []
-    arguments += ["--layers", str(options.layers)] if options.layers else []
-    log = options.output / "gpu_check.log"
-    log.unlink(missing_ok=True)
-    phases: dict[str, Any] = {}
-    report: dict[str, Any] = {"ok": False, "quick": options.quick, "started": time.time(), "phases": phases}
-    begun: dict[str, Future] = {}
-
-    def timed(name: str) -> dict[str, Any]:
-        if name in NEEDS:
-            begun[NEEDS[name]].result()
-        left = deadline - time.monotonic()
-        if left > 0:
-            return run_phase(name, min(PHASES[name], left), arguments, scratch, log)
-        return {"status": "not run: no time left", "seconds": 0.0, **NOTHING}
-
-    print(f"{'phase':<21}{'time':>9}  result")
-    pool = ThreadPoolExecutor(options.jobs)
-    try:
-        for name in PHASES:
-            begun[name] = pool.submit(timed, name)
-        for name in PHASES:
-            phases[name] = begun[name].result()
-            show(name, phases[name])
-            skipped = [name for name, phase in phases.items() if phase["status"].startswith("skipped")]
-            bad = [name for name, phase in phases.items() if phase["status"] != "ok" and name not in skipped]
-            report["ok"] = not bad and len(phases) == len(PHASES)
-            report["seconds"] = round(time.time() - report["started"], 1)
-            (options.output / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in tuple(_running):  # left over only if this process is stopped early
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    fine = f"{len(PHASES) - len(skipped)} phases ok, skipped: {', '.join(skipped)}"
-    fine = fine if skipped else f"all {len(PHASES)} phases ok"
-    verdict = f"not ok: {', '.join(bad)} (see {log})" if bad else fine
-    print(f"{verdict}; {report['seconds']:.0f} s, {options.output / 'gpu_check.json'}")
-    return report["ok"]
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Does this GPU compute correctly, and how fast?")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
-    parser.add_argument("--minutes", type=float, default=10, help="time limit of the whole check (default: 10)")
-    parser.add_argument(
-        "--layers", type=int, help="depth of the 1.5B-shaped models (default: as many layers as fit, at most 28)"
+    parser = Parser(
+        prog="gpu_check.sh", description="Is what this GPU computes right, how much memory does a step need, how fast?"
     )
-    parser.add_argument("--quick", action="store_true", help="tiny shapes; works without a GPU")
-    parser.add_argument("--jobs", type=int, default=1, help="phases at a time; with more than 1, times are meaningless")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers (default: DIR/gpu_check.json)")
+    text = (
+        f"time limit of the whole check, at most {MOST_MINUTES:.0f} (default: {MINUTES:.0f}; with --quick "
+        f"{QUICK_MINUTES:.0f}, with --rehearse {REHEARSAL_MINUTES:.0f}); more time is for the parts of less value"
+    )
+    parser.add_argument("--minutes", type=float, metavar="N", help=text)
+    parser.add_argument("--parts", type=names, metavar="NAMES", help=f"only these, of {','.join(PARTS)}")
+    parser.add_argument("--layers", type=int, metavar="N", help="depth of the 1.5B (default: as many layers as fit)")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", action="store_true", help="tiny shapes; works without a GPU")
+    mode.add_argument(
+        "--rehearse", action="store_true", help="the parts that measure memory, on a fake device; needs no GPU"
+    )
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="JSON of another check, for columns of the table")
     parser.add_argument(
-        "--scratch", type=Path, metavar="DIR", help="directory for up to 8 GB of temporary files (default: /tmp)"
+        "--scratch", type=Path, metavar="DIR", help="directory for temporary files (default: the system's)"
     )
     options = parser.parse_args()
+    if options.minutes is None:
+        options.minutes = QUICK_MINUTES if options.quick else REHEARSAL_MINUTES if options.rehearse else MINUTES
+    if not 0 < options.minutes <= MOST_MINUTES:
+        parser.error(
+            f"--minutes {options.minutes:g}: expected more than 0 and at most {MOST_MINUTES:.0f}; choose such a number"
+        )
     if options.layers is not None and options.layers < 1:
-        parser.error(f"--layers {options.layers}: expected at least 1")
-    if options.jobs < 1:
-        parser.error(f"--jobs {options.jobs}: expected at least 1")
+        parser.error(f"--layers {options.layers}: expected at least 1; choose a larger number")
+    if options.beside is not None and not options.beside.is_file():
+        parser.error(f"--beside {options.beside}: expected the JSON file of an earlier check; there is no such file")
     return options
 
 
 def main() -> None:
-    """Exit status: 0 if all phases are ok or skipped, 1 if a phase is not, 2 if packages are missing."""
+    """Exit status: 0 if all parts are ok or skipped, 1 if a part is not, 2 if packages are missing."""
     options = parse_arguments()
     missing = missing_packages()
     if missing:
         command = f"{sys.executable} -m pip install {' '.join(missing)}"
         print(f"not installed: {', '.join(missing)}; {command}  (without an index: --wheels DIR)", file=sys.stderr)
         sys.exit(2)
-    options.output = options.output.resolve()
-    options.output.mkdir(parents=True, exist_ok=True)
+    for name, value in SET.items():
+        os.environ.setdefault(name, value)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for programs that parts start
+    from benchmarks.gpu_parts.runner import Options, check
+
+    output = options.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    file = (options.json or output / "gpu_check.json").resolve()
+    file.parent.mkdir(parents=True, exist_ok=True)
     if options.scratch is not None:
         options.scratch.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` clauses remove models and processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the `finally` clauses remove files and processes
     scratch = Path(tempfile.mkdtemp(prefix="gpu_check_", dir=options.scratch))
+    chosen = Options(
+        output, file, scratch, options.minutes, options.parts, options.quick, options.layers, options.rehearse,
+        options.beside,
+    )  # fmt: skip
     try:
-        ok = check(options, scratch)
+        ok = check(chosen, STARTED)
     finally:
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
     sys.exit(0 if ok else 1)
 
 

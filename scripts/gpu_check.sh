@@ -1,30 +1,28 @@
 #!/bin/bash
-# Checks whether this machine's GPU computes correctly, and measures its speed; unattended, at most ten minutes on one GPU:
-#   bash scripts/gpu_check.sh [--output DIR] [--minutes 10] [--layers N] [--quick] [--jobs N] [--wheels DIR]
+# Says what one GPU computes, how much memory a step needs beside what `plan` says, and how fast it is: docs/gpu_check.md
+#   bash scripts/gpu_check.sh [--output DIR] [--json FILE] [--minutes 5] [--parts NAMES] [--layers N] [--quick | --rehearse]
+#                             [--beside FILE] [--scratch DIR] [--wheels DIR]
 # Runs in .venv-gpu where scripts/setup_gpu.sh has made it, otherwise in the active Python if it has torch (PYTHON=... names
-# another), otherwise in the project's environment. Where torch sees no GPU it stops with torch's reason, but for --quick.
+# another), otherwise in the project's environment. Where torch sees no GPU it stops with torch's reason, but for --quick and
+# --rehearse, which need none.
 # In the container of a job, with the variables of docs/cluster.md (not yet run):
 #   srun --nodes=1 --ntasks=1 --gpus=1 --cpus-per-task=16 $SRUN_ARGS $LAUNCH_PREFIX bash scripts/gpu_check.sh
-# --wheels DIR: installs the wheels in DIR for this run only, beside a torch and transformers that are there. Make them on
-# a machine with a package index and any Python, for the Python of the GPU machine, here 3.12:
-#   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest DIR megatron-core==0.19.2 einops==0.8.2 \
-#     hydra-core==1.3.8 omegaconf==2.3.1 filelock==4.2.11 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 \
-#     typing-inspection==0.4.5 PyYAML==6.0.3
-#   pip wheel --no-deps --wheel-dir DIR antlr4-python3-runtime==4.9.3
+# --wheels DIR: installs the wheels in DIR for this run only, beside a torch and transformers that are there;
+# scripts/gpu_wheels.sh makes DIR on a machine with a package index.
 set -euo pipefail
 arguments=() wheels=
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=$(realpath -e "${2:?--wheels needs a folder}"); shift 2 ;;
     # relative to the directory in which the command was started; environment.sh changes the directory
-    --output | --scratch) arguments+=("$1" "$(realpath -m "${2:?$1 needs a folder}")"); shift 2 ;;
+    --output | --scratch | --json | --beside) arguments+=("$1" "$(realpath -m "${2:?$1 needs a path}")"); shift 2 ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/gpu_python.sh
 on_cpu=${NEMO_OPRD_CPU:-}
-case " ${arguments[*]} " in *" --quick "*) on_cpu=1 ;; esac
+case " ${arguments[*]} " in *" --quick "* | *" --rehearse "*) on_cpu=1 ;; esac
 # choose_python: sets PYTHON, to nothing where no Python has torch; one line and status 2 where torch sees no GPU and the CPU
 # is not meant
 choose_python() {
@@ -41,7 +39,7 @@ choose_python() {
     if [ "$status" -eq 1 ] || [ -n "${PYTHON:-}" ]; then no_gpu="$candidate: ${reason:-it does not run}"; break; fi
   done
   if [ -n "$no_gpu" ] && [ -z "$on_cpu" ]; then
-    echo "$no_gpu; expected a GPU, and a driver for this torch's CUDA (docs/cluster.md); --quick runs on CPUs" >&2
+    echo "$no_gpu; expected a GPU, and a driver for this torch's CUDA (docs/cluster.md); --quick and --rehearse need none" >&2
     return 2
   fi
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.real_shape import R1_DISTILL_1P5B
+from benchmarks.gpu_parts.real_shape import R1_DISTILL_1P5B
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.setup.models import distiller_for

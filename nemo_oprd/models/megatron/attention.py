@@ -28,6 +28,8 @@ from nemo_oprd.models.megatron.parallel import on_device
 
 # Sequences share a padded SDPA call if the longest is at most this many times the shortest; this bounds wasted work.
 BUCKET_RATIO = 1.5
+# what flash attention computes with
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -152,15 +154,22 @@ class SDPAttention(MegatronModule):
         return (out if plan.order is None else out.index_select(0, plan.order)).flatten(1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention of whole sequences: [B, A, T, C], [B, G, T, C], [B, G, T, C] -> [B, A, T, C]."""
+        """Causal attention of whole sequences: [B, A, T, C], [B, G, T, C], [B, G, T, C] -> [B, A, T, C].
+
+        On a GPU only flash attention takes grouped heads, and only of half precision. With float32 torch would choose
+        the math kernel, which makes the matrix of all scores: 13 GB for 12 heads and 16,384 tokens. So the keys and
+        values are repeated there, which the memory-efficient kernel takes.
+        """
+        if repeats_heads(q):
+            k, v = _repeated(k, q), _repeated(v, q)
+            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
 
     def _attend_last(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """As `_attend`, of fewer queries than keys, which are those of the last tokens."""
         from torch.nn.attention.bias import causal_lower_right  # takes half a second: it imports torch's compiler
 
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        k, v = _repeated(k, q), _repeated(v, q)
         bias = causal_lower_right(q.shape[2], k.shape[2])
         return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
 
@@ -189,5 +198,15 @@ class SDPAttention(MegatronModule):
             grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], channels)
             out = scaled_dot_product_attention(grouped, k, v, attn_mask=cache.mask, scale=self.scale)
             return out.reshape(batch, 1, heads * channels).transpose(0, 1)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+
+def repeats_heads(q: torch.Tensor) -> bool:
+    """Whether keys and values of grouped heads are repeated for these queries, see `SDPAttention._attend`."""
+    return q.device.type != "cpu" and q.dtype not in FLASH_DTYPES
+
+
+def _repeated(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values [B, G, T, C] once for each query head: [B, A, T, C]."""
+    groups = q.shape[1] // states.shape[1]
+    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
