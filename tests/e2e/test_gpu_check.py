@@ -29,6 +29,7 @@ from benchmarks.gpu_parts.outcome import Outcome, Settings
 from benchmarks.gpu_parts.registry import PARTS, Part
 from benchmarks.gpu_parts.table import table
 from nemo_oprd.commands.rehearse.places import PACKAGE
+from nemo_oprd.setup.resolve import resolve
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = ROOT / "benchmarks" / "gpu_check.py"
@@ -377,7 +378,7 @@ def test_a_peak_unlike_the_plan_is_named(tmp_path: Path) -> None:
     shares = {"teacher": 1.04, "update": 1.06, "optimizer": 0.94}
     found = {}
     for phase, share in shares.items():
-        said = update_step.planned_bytes(estimate.kinds[0], phase, config)
+        said = update_step.planned_bytes(estimate.kinds[0], phase, resolve(config, 1))
         assert said is not None and said > 20e9
         found[phase] = Measured(1.0, int(share * said), 0)
     outcome = Outcome()
