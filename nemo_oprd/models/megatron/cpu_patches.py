@@ -16,13 +16,14 @@ Kinds of change; what has a table is listed below:
   read and write the state of the CUDA generator use the CPU generator.
 
 Nothing is changed where CUDA is available: `install()` raises an error there. `import_uncompiled()`, which only saves
-time, has an effect only on a torch that was built without CUDA.
+time, has an effect only where torch sees no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -192,19 +193,34 @@ def take_torch_optimizer() -> None:
 
 
 def import_uncompiled() -> None:
-    """Imports Megatron-core; on a torch built without CUDA, `torch.compile` is the identity during the import.
+    """Imports Megatron-core; where there is no GPU, `torch.compile` is the identity during the import.
 
     Megatron decorates its fused functions, which this project does not use, with `torch.compile`. The decorator imports
-    the compiler, which takes a quarter of a process's start-up time. A torch built without CUDA can be recognised
-    without initialising a driver.
+    the compiler, which takes a quarter of a process's start-up time.
     """
     compile_ = torch.compile
-    if torch.version.cuda is None and torch.version.hip is None:
+    if not _may_have_gpu():
         torch.compile = lambda function: function  # type: ignore[assignment]
     try:
         importlib.import_module("megatron.core")
     finally:
         torch.compile = compile_  # type: ignore[assignment]
+
+
+def _may_have_gpu() -> bool:
+    """Whether torch may see a GPU. The driver is not initialised, because a process that did so can't be forked."""
+    if torch.version.cuda is None:
+        return torch.version.hip is not None
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # asks the management library
+    given = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if given is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = given
 
 
 def install() -> None:

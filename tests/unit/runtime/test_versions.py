@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -86,11 +88,26 @@ def test_what_the_installed_version_has() -> None:
     assert versions.reads_common_state_in_shards() == (versions.CORE >= (0, 19))
 
 
+@pytest.mark.parametrize("given", [None, "0"])
+@pytest.mark.parametrize("sees", [False, True])
+def test_without_a_gpu_the_compiler_stays_out(monkeypatch: pytest.MonkeyPatch, sees: bool, given: str | None) -> None:
+    """Also of a torch that is built with CUDA; it is asked without the driver, which a forked process could not use."""
+    asked, decorated, name = [], [], "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ[name]) or sees)
+    monkeypatch.setattr(importlib, "import_module", lambda _: decorated.append(torch.compile))
+    compile_ = torch.compile
+    cpu_patches.import_uncompiled()
+    assert (asked, os.environ.get(name), torch.compile) == (["1"], given, compile_)
+    assert (decorated == [compile_]) == sees
+
+
 def test_modules_that_ask_for_cuda_do_so() -> None:
     """A module of the list that does not name CUDA any more has no place in it."""
     cpu_patches.import_uncompiled()
-    import importlib
-
     for name in cpu_patches.MODULES_ASKING_FOR_CUDA:
         source = Path(str(importlib.import_module(name).__file__)).read_text()
         assert "torch.cuda." in source or '"cuda"' in source or "'cuda'" in source, name
