@@ -48,6 +48,7 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
     from nemo_oprd.commands.rehearse.injections import Injections
     from nemo_oprd.commands.rehearse.recorder import Recorder
     from nemo_oprd.commands.rehearse.stand_ins import stand_in
+    from nemo_oprd.models.megatron.cpu_patches import take_torch_optimizer
 
     torch.set_num_threads(1)
     made = Recorder(stand_in)
@@ -59,6 +60,7 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
     torch.cuda.reset_peak_memory_stats = reset_peak  # type: ignore[assignment]
     fake_world.join(0, 1, 1)
     device_kernels.install()
+    take_torch_optimizer()  # Transformer Engine's, where it is installed, would look for a driver
     # a tensor that is made on the device is otherwise made in host memory first
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     _injections.append(Injections())
