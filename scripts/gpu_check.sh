@@ -23,6 +23,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/gpu_python.sh
 on_cpu=${NEMO_OPRD_CPU:-}
 case " ${arguments[*]} " in *" --quick "* | *" --rehearse "*) on_cpu=1 ;; esac
+if [ -n "$on_cpu" ]; then export NEMO_OPRD_CPU=1; fi # for the parts, where a launcher promises GPUs
 # choose_python: sets PYTHON, to nothing where no Python has torch; one line and status 2 where torch sees no GPU and the CPU
 # is not meant
 choose_python() {

@@ -17,6 +17,7 @@ from benchmarks.gpu_parts.correctness import FP32_LIMIT, all_golden_cases, compa
 from benchmarks.gpu_parts.forking import ForkedError, run_all_forked
 from benchmarks.gpu_parts.outcome import Outcome, Settings
 from nemo_oprd.commands.verify.step import verify
+from nemo_oprd.runtime import gpus
 from nemo_oprd.setup.preflight import preflight
 
 RANKS = 2
@@ -84,5 +85,6 @@ def _rank(number: int, port: int, output: os.PathLike[str], overrides: list[str]
     os.environ.update({name: str(value) for name, value in world.items()})
     if shared:
         os.environ.update(AS_TWO_MACHINES, NCCL_HOSTID=f"machine{number}")
+        gpus.identity = lambda index: f"GPU {index} of machine {number}"  # or the ranks would refuse to share it
     verify(preflight(configure(all_golden_cases()[CASE], output, *overrides), RANKS, "verify"))  # type: ignore[arg-type]
     torch.distributed.destroy_process_group()

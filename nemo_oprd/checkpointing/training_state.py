@@ -9,7 +9,7 @@ Megatron-Bridge builds the model). Data order, learning rate and the randomness 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -35,8 +35,9 @@ from nemo_oprd.distillation.student import Student
 from nemo_oprd.models import ModelSpec, copy_hf_config, read_model_spec
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.megatron.optimizer_state import (
-    ask_for_other_form,
+    ask_for_saved_form,
     load_optimizer_state,
+    place_count,
     prepare_adam_for_loading,
     sharded_optimizer_state,
     take_other_form,
@@ -191,11 +192,11 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     if student.role.is_member:
         prepare_adam_for_loading(student.optimizer)
     average, saved = student.average, read_state(directory)
-    in_other_form = saved["distributed_optimizer"] != student.config.distributes_optimizer(student.role.layout)
+    in_other_form = False
     with average.in_float32() if average is not None else nullcontext():
         state = _sharded_state(student, is_loading=True)
-        if in_other_form and "optimizer" in state:
-            ask_for_other_form(student.optimizer, state["optimizer"], open_torch_dist(directory)[1].state_dict_metadata)
+        if "optimizer" in state:
+            in_other_form = ask_for_saved_form(student.optimizer, state["optimizer"], saved_keys(directory))
         loaded = dist_checkpointing.load(state, str(directory))
         for i, chunk in enumerate(average.chunks if average is not None else ()):
             if f"average{i}" in state:
@@ -208,10 +209,16 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     if "optimizer" in state:
         if in_other_form:
             take_other_form(student.optimizer, loaded["optimizer"])
+        place_count(student.optimizer, loaded["optimizer"])
         load_optimizer_state(student.optimizer, loaded["optimizer"])
     student.adaptive.restore(saved["adaptive_gaps"])
     if student.objective.trains_in_parts:
         student.partial_training.restore(saved["partial_training_updates"])
+
+
+def saved_keys(directory: Path) -> Iterable[str]:
+    """The keys of the tensors in a checkpoint."""
+    return open_torch_dist(directory)[1].state_dict_metadata
 
 
 def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:

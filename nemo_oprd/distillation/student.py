@@ -124,10 +124,22 @@ class Student:
                 for match, read_teacher in zip(objective.teachers, read_teachers, strict=True)
             ]
         accumulate_in_products(self.chunks)
-        distributed = config.distributes_optimizer(role.layout)
+        distributed = config.distributes_optimizer(role.layout) or self._needs_distributed_optimizer()
         self.ddp = wrap_ddp(self.chunks, role, distributed_optimizer=distributed)
         self.optimizer = make_optimizer(self.ddp, role, config.train, self.dtype, distributed=distributed)
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
+
+    def _needs_distributed_optimizer(self) -> bool:
+        """Whether `auto` must take the distributed optimizer on all ranks of the role.
+
+        Megatron's plain bf16 optimizer can't save float32 parameters, as some layers of Transformer Engine have.
+        """
+        if self.dtype != torch.bfloat16 or self.config.train.distributed_optimizer != "auto":
+            return False
+        found = any(p.requires_grad and p.dtype == torch.float32 for chunk in self.chunks for p in chunk.parameters())
+        of_ranks = [False] * self.role.layout.size
+        dist.all_gather_object(of_ranks, found, group=self.role.member_groups.intra_dist_opt)
+        return any(of_ranks)
 
     def _mark_trained_parameters(self) -> None:
         """Freezes parameters without a gradient, adds trained projectors, and marks partially trained parameters."""

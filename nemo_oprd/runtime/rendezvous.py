@@ -89,7 +89,7 @@ def join(backend: str, timeout: datetime.timedelta, device: int | None = None) -
                 _take_device(job, store, gpus.identity(device))
             meeting = _Meeting(job, store)
             wait_for(lambda: meeting.wait(limit_s), lambda: meeting.missing, limit_s)
-            _check_devices(store)
+            _check_devices(job, store)
 
         def connect() -> None:
             import torch
@@ -145,9 +145,11 @@ def _take_device(job: Job, store: Any, identity: str) -> None:
         store.set(f"{attempt()}/device/shared", f"{other} and {own} have the same GPU ({identity})")
 
 
-def _check_devices(store: Any) -> None:
+def _check_devices(job: Job, store: Any) -> None:
     """Raises the same ValueError on all ranks if two of them have one device, which NCCL would refuse in many lines."""
     if store.check([f"{attempt()}/device/shared"]):
+        if job.rank == 0 and not job.launcher_has_store:
+            time.sleep(5 * _ASK_EVERY_S)  # the store ends with this rank, and the others have to read it before
         raise ValueError(
             f"{store.get(f'{attempt()}/device/shared').decode()}; expected one GPU per rank: give every task a GPU of "
             "its own, or make all of them visible to all tasks (sbatch --gpus-per-node=N --ntasks-per-node=N)"

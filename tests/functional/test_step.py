@@ -245,6 +245,28 @@ def test_checkpoints_of_one_kind_of_optimizer_resume_with_the_other(
         )
 
 
+@pytest.mark.parametrize("layouts", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
+def test_experts_resume_with_the_other_kind_of_optimizer(
+    pools: Pools, tmp_path: Path, layouts: tuple[int, int]
+) -> None:
+    """Dense and expert parameters have an optimizer each; one rank is not sharded, two data-parallel ranks are."""
+    for role, seed in (("student", 0), ("teacher", 1)):
+        save_random(tmp_path / role, SIZES | MODELS["qwen3_moe"], seed)
+    models = [f"{role}.hf_path={tmp_path / role}" for role in ("student", "teacher")]
+    write_rollouts(tmp_path / "rollouts.jsonl", [Rollout([5, 6, 7], [8, 9, 10, 11, 12]), Rollout([1, 2], [3, 4, 5])])
+    shared = [*BASE, *models, f"rollout.replay={tmp_path / 'rollouts.jsonl'}", "train.save_every=1", "train.lr=1e-3"]
+    sizes = {1: [], 2: ["student.parallel.expert=2"]}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    first, after = layouts
+    pools[first].run("cases:run_train", overrides=[*shared, *sizes[first], "train.steps=3", f"output={whole}"])
+    pools[first].run("cases:run_train", overrides=[*shared, *sizes[first], "train.steps=2", f"output={parts}"])
+    shutil.rmtree(parts / "hf")
+    pools[after].run("cases:run_train", overrides=[*shared, *sizes[after], "train.steps=3", f"output={parts}"])
+    expected, got = weights(whole / "hf"), weights(parts / "hf")
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=5e-6, msg=name)
+
+
 @pytest.mark.parametrize("layout", ["PP2 VPP2", pytest.param("DP2", marks=pytest.mark.slow)])
 def test_resume_with_tied_embeddings(pools: Pools, tmp_path: Path, layout: str) -> None:
     """Megatron gives a shared embedding a bucket of its own, behind padding, as sizes here leave some."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_oprd.checkpointing import in_process_writer, training_state
 from nemo_oprd.distillation.student import Student
+from nemo_oprd.models.megatron.optimizer_state import WEIGHT_KEYS, is_distributed
 
 if TYPE_CHECKING:
     from nemo_oprd.commands.rehearse.recorder import Recorder
@@ -80,6 +81,9 @@ def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, An
     def strategies(*_: Any) -> tuple[Any, Any]:
         return torch_dist.TorchDistLoadShardedStrategy(), SimpleNamespace(load_common=load_common)
 
+    # those by which an optimizer's form is recognised: its own
+    parts = [] if student.optimizer is None else student.optimizer.chained_optimizers
+    keys = [f"{WEIGHT_KEYS[is_distributed(part)]}weight" for part in parts]
     reader = SimpleNamespace(read_metadata=lambda: None)
     with ExitStack() as stack:
         for owner, name, value in (
@@ -90,6 +94,7 @@ def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, An
             (torch_dist, "_get_filesystem_reader", lambda *_, **__: reader),
             (torch_dist, "checkpoint", SimpleNamespace(load_state_dict=read, load=read)),
             (training_state, "read_state", lambda _: saved),
+            (training_state, "saved_keys", lambda _: keys),
         ):
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, value))

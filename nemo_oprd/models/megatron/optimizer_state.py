@@ -10,7 +10,7 @@ keys that the file has, and moving groups and step count to where the optimizer 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 _DISTRIBUTED_WEIGHT, _PLAIN_WEIGHT = "optimizer.state.param.", "optimizer.state.fp32_param."
+# whether an optimizer is distributed -> the beginning of these keys
+WEIGHT_KEYS = {True: _DISTRIBUTED_WEIGHT, False: _PLAIN_WEIGHT}
+# the key of the step count in the state of a plain optimizer that counts per parameter
+_COUNT = "common_step"
 
 
 def sharded_optimizer_state(
@@ -38,49 +42,83 @@ def sharded_optimizer_state(
     return state
 
 
-def ask_for_other_form(optimizer: Any, state: dict[Any, Any], saved_keys: Container[str]) -> None:
-    """Changes `state`, made by `sharded_optimizer_state` to be loaded, into a request for a file of the other form.
+def ask_for_saved_form(optimizer: Any, state: dict[Any, Any], saved_keys: Iterable[str]) -> bool:
+    """Changes `state`, made by `sharded_optimizer_state` to be loaded, into a request for the form that a file has.
 
     Args:
         saved_keys: the keys of the tensors in the file.
+
+    Returns:
+        Whether that is not the form of `optimizer`.
     """
+    in_file = any(key.startswith(_DISTRIBUTED_WEIGHT) for key in saved_keys)
+    if all(is_distributed(part) == in_file for part in optimizer.chained_optimizers):
+        return False
     for part, of_part in _parts(optimizer, state):
-        if not _is_distributed(part):
+        if not is_distributed(part):
             for tensor in nested_values(of_part):
                 if getattr(tensor, "key", "").startswith(_PLAIN_WEIGHT):
                     tensor.key = _DISTRIBUTED_WEIGHT + tensor.key.removeprefix(_PLAIN_WEIGHT)
             continue
-        for tensors in of_part["param_state"].values():
-            weight = tensors["param"]
-            weight.key = _PLAIN_WEIGHT + weight.key.removeprefix(_DISTRIBUTED_WEIGHT)
-            if weight.key not in saved_keys:  # a float32 weight, which the file has as the model's only
+        for parameter, tensors in zip(_parameters(part), of_part["param_state"].values(), strict=True):
+            if parameter.dtype == torch.float32:  # the file has it as the model's only
                 del tensors["param"]
+            else:
+                tensors["param"].key = _PLAIN_WEIGHT + tensors["param"].key.removeprefix(_DISTRIBUTED_WEIGHT)
+    return True
 
 
 def take_other_form(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Changes what was loaded on the request of `ask_for_other_form` into the form that `optimizer` loads.
+    """Changes what was loaded on a request for the other form into the form that `optimizer` loads.
 
     The model must have its weights already: a distributed optimizer loads float32 weights from them.
     """
     for part, of_part in _parts(optimizer, state):
-        if _is_distributed(part):
+        if is_distributed(part):
             plain = of_part.pop("optimizer", of_part)
-            count = plain.pop("state", {}).get("common_step")
-            groups = plain.pop("param_groups")
-            counted = {} if count is None else {"step": count}
-            groups = [{**counted, **{k: v for k, v in group.items() if k != "params"}} for group in groups]
-            of_part["optimizer"] = {"param_groups": groups}
+            counted = {key: value for key, value in plain.pop("state", {}).items() if key == _COUNT}
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in plain.pop("param_groups")]
+            of_part["optimizer"] = {"param_groups": groups, "state": counted}
             of_part["param_state_sharding_type"] = "fully_reshardable"
-            for i, parameter in enumerate(p for buffer in part.buffers for p in buffer.param_index_map):
+            for i, parameter in enumerate(_parameters(part)):
                 of_part["param_state"][i].setdefault("param", parameter.detach())
             continue
-        inner = of_part if "fp32_from_fp16_params" not in of_part else of_part["optimizer"]
-        groups = of_part["optimizer"]["param_groups"]
+        groups, inner = of_part["optimizer"]["param_groups"], _inner_state(part, of_part)
         for group, here in zip(groups, inner["param_groups"], strict=True):
             group["params"] = here["params"]
-            if isinstance(part.optimizer, torch.optim.AdamW) and "step" in group:
-                inner.setdefault("state", {})["common_step"] = group.pop("step")
         inner["param_groups"] = groups
+
+
+def place_count(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Writes the number of updates in a loaded state to where each part of `optimizer` looks for it.
+
+    PyTorch's AdamW counts per parameter, which Megatron's plain optimizers save as `common_step`. Apex's and
+    Transformer Engine's count per group, and so does every distributed optimizer in a file. A file has one number for
+    all, but empty groups may lack it.
+    """
+    parts = [(part, _inner_state(part, of_part)) for part, of_part in _parts(optimizer, state)]
+    found = [inner.get("state", {}).pop(_COUNT, None) for _, inner in parts]
+    found += [group.pop("step", None) for _, inner in parts for group in inner["param_groups"]]
+    count = next((int(each) for each in found if each is not None), 0)
+    for part, inner in parts:
+        is_torch = isinstance(part.optimizer, torch.optim.AdamW)
+        if is_torch and not is_distributed(part):
+            inner.setdefault("state", {})[_COUNT] = torch.tensor(float(count))
+        elif is_torch or count:
+            for group in inner["param_groups"]:
+                group["step"] = count
+
+
+def _inner_state(part: Any, of_part: dict[str, Any]) -> dict[str, Any]:
+    """Where groups and counts are in the state of a part."""
+    nested = is_distributed(part) or "fp32_from_fp16_params" in of_part
+    found: dict[str, Any] = of_part["optimizer"] if nested else of_part
+    return found
+
+
+def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a part of a distributed optimizer, in the order of its saved state."""
+    return (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
 
 
 def _parts(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -89,7 +127,8 @@ def _parts(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[st
     return zip(parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True)
 
 
-def _is_distributed(part: Any) -> bool:
+def is_distributed(part: Any) -> bool:
+    """Whether a part of Megatron's optimizer is a distributed one."""
     return hasattr(part, "gbuf_ranges")
 
 
