@@ -101,7 +101,7 @@ def test_products_add_to_the_gradient_buffer_themselves(run: Callable[..., Any],
         "layers": "Transformer Engine",
         "norm": "Transformer Engine",
         "weight gradients": "Transformer Engine",
-        "AdamW": "torch.AdamW",
+        "AdamW": "torch.AdamW (fused)",
     }
 
 

@@ -48,7 +48,7 @@ while not (role == "parent" and os.path.exists(os.path.join(here, "end"))):
     time.sleep(0.02)
 os._exit(3)
 """
-# longer than a guard waits before it looks again what the command has mapped
+# longer than a guard waits before it looks again what the command has mapped, on a machine that is not busy
 LOOK_S = 1.3
 # what wants a server: it starts the guard as server.py does
 PARENT = """
@@ -99,6 +99,20 @@ class Bench:
         self.memory = [Path("/dev/shm") / (self.root / role).read_text().split()[1] for role in ("parent", "child")]
         assert all(memory.exists() for memory in self.memory)
 
+    @staticmethod
+    def wait_for_a_look(process: subprocess.Popen) -> None:
+        """Waits until the guard has looked once what the command has mapped, from beginning to end.
+
+        It sleeps between two looks, so that a whole one lies between two times that it begins to.
+        """
+
+        def slept() -> int:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+        before = slept()
+        wait_until(lambda: slept() >= before + 2, "the guard looks", 60.0)
+
     def pid(self, role: str) -> int:
         return int((self.root / role).read_text().split()[0])
 
@@ -130,7 +144,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_the_command_ends_by_itself(bench: Bench) -> None:
     """Its child does not outlive it. The buckets of the trainer, which lives on, stay: other servers read them."""
     process = bench.start()
-    time.sleep(LOOK_S)
+    bench.wait_for_a_look(process)
     (bench.root / "end").touch()
     process.wait(20)
     bench.check_nothing_is_left(removed=False)
@@ -138,7 +152,7 @@ def test_the_command_ends_by_itself(bench: Bench) -> None:
 
 def test_the_command_is_killed(bench: Bench) -> None:
     process = bench.start()
-    time.sleep(LOOK_S)
+    bench.wait_for_a_look(process)
     kill(bench.pid("parent"))
     process.wait(20)
     bench.check_nothing_is_left(removed=False)
