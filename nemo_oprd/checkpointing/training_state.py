@@ -128,7 +128,7 @@ def save_checkpoint(
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
                 state: dict[str, Any] = {"step": step, "optimizer_steps": student.optimizer_steps}
                 state |= resume_signature(student.config, student.objective, student.needs)
-                # the form of the optimizer's state in the file, see models/megatron/optimizer_state.py
+                # read by earlier versions only: a file's form is recognised by its keys (optimizer_state.py)
                 state["distributed_optimizer"] = student.config.distributes_optimizer(student.role.layout)
                 state["adaptive_gaps"] = student.adaptive.state()
                 if student.objective.trains_in_parts:
