@@ -28,7 +28,9 @@ def test_nothing_is_patched_where_cuda_is_used() -> None:
         """
         import importlib, torch
         torch.version.cuda = "12.8"
+        available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
         from nemo_oprd.models.megatron import cpu_patches
+        torch.cuda.is_available = available
         from megatron.core import jit
         assert jit.jit_fuser is torch.compile
         modules = [importlib.import_module(name) for name in cpu_patches.MODULES_ASKING_FOR_CUDA]
