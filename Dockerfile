@@ -40,7 +40,7 @@ FROM scratch AS vllm
 WORKDIR /opt/nemo_oprd
 COPY requirements-vllm-cpu.txt requirements-vllm-cuda.txt ./
 COPY scripts/setup_vllm.sh scripts/interpreter.sh scripts/
-COPY nemo_oprd/rollout/vllm/worker nemo_oprd/rollout/vllm/worker
+COPY nemo_oprd/vllm/worker nemo_oprd/vllm/worker
 
 FROM python:3.12-slim-bookworm AS cpu
 WORKDIR /opt/nemo_oprd

@@ -24,9 +24,9 @@ import sentencepiece
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from nemo_oprd.data.tokenization.align import align_batch, coverage_of
-from nemo_oprd.data.tokenization.token_bytes import byte_table
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.align import align_batch, coverage_of
+from nemo_oprd.data.token_bytes import byte_table
+from nemo_oprd.data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 8000

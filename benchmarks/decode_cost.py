@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.parallel import init_distributed
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.megatron.parallel import init_distributed
-from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.in_process.engine import MegatronEngine
+from nemo_oprd.rollout.in_process_engine import MegatronEngine
 from tests.support.random_pair import Shape, save_random_model
 
 SHAPE = Shape(28, 64, 128, 4, 2, 512, 512)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.plan.estimate import Estimate, Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
 from tests.support.recipe_models import OF_MEGATRON_BRIDGE, RECIPES, write_models
 
 # nodes and engines of the rows; one node is too small for 30 billion parameters, whose recipe samples with vLLM, as

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.target_transfer import plan_transfers
-from nemo_oprd.layout import Layout
 
 PROMPT, RESPONSE, LAST_K, BUDGET, DEPTH = 128, (2000, 6000), 2000, 16384, 28
 ROLLOUTS, WORLDS = (128, 512, 1024), (16, 64, 256, 1024)

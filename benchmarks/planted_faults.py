@@ -75,9 +75,9 @@ def run_case(case: Case, world: Path, *, sampled: bool) -> Result:
 
 
 def _static_visit(config: Any) -> list[Any]:
-    from nemo_oprd.commands.doctor.static import static_findings
-    from nemo_oprd.setup.models import RunFiles
-    from nemo_oprd.setup.resolve import resolve_models
+    from nemo_oprd.run.models import RunFiles
+    from nemo_oprd.run.resolve import resolve_models
+    from nemo_oprd.tools.doctor.static import static_findings
 
     return list(static_findings(config, RunFiles(config, resolve_models(config))))
 
@@ -86,9 +86,9 @@ def _whole_visit(config: Any) -> list[Any]:
     """The findings of `doctor` in this process."""
     import torch
 
-    from nemo_oprd.commands.doctor import examination as command
-    from nemo_oprd.commands.doctor.settings import Settings, for_diagnosis
-    from nemo_oprd.setup.resolve import resolve
+    from nemo_oprd.run.resolve import resolve
+    from nemo_oprd.tools.doctor import examination as command
+    from nemo_oprd.tools.doctor.settings import Settings, for_diagnosis
 
     made: list[Any] = []
     make = command.Report

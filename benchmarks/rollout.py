@@ -29,13 +29,13 @@ import numpy as np
 import torch
 
 from benchmarks.rollout_models import ENGINES, MODELS, Sampler, configure, cpu_seconds, directory_of, open_sampler
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.megatron.parallel import init_distributed
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.megatron.parallel import init_distributed
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.rollout.engine_kinds import make_engine
-from nemo_oprd.rollout.vllm import transport
-from nemo_oprd.rollout.vllm.engine import VllmEngine
+from nemo_oprd.run.engine_kinds import make_engine
+from nemo_oprd.vllm import transport
+from nemo_oprd.vllm.engine import VllmEngine
 
 TRANSPORTS = ("file", "group")
 # calls of an update -> the column that their seconds are in

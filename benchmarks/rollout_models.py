@@ -10,17 +10,17 @@ from typing import Protocol
 
 import torch
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.parallel import init_distributed
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.megatron.parallel import init_distributed
-from nemo_oprd.models.weights.hf import HFCheckpoint
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.engine_kinds import make_engine
-from nemo_oprd.rollout.vllm import guard
-from nemo_oprd.rollout.vllm.engine import VllmEngine
-from nemo_oprd.rollout.vllm.server import LocalServer
+from nemo_oprd.run.engine_kinds import make_engine
+from nemo_oprd.vllm import guard
+from nemo_oprd.vllm.engine import VllmEngine
+from nemo_oprd.vllm.server import LocalServer
 from tests.support.random_pair import Shape, save_random_model
 
 ENGINES = ("megatron", "vllm", "transformers")

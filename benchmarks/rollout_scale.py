@@ -42,22 +42,21 @@ import torch.distributed as dist
 
 from benchmarks.payload_server import VOCABULARY, payload_server
 from benchmarks.rollout_table import HEAD, line
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import TokenTable, make_rows
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.distillation import sampling_check
-from nemo_oprd.layout import Layout
-from nemo_oprd.models.megatron.parallel import everyones, init_distributed
+from nemo_oprd.megatron.parallel import everyones, init_distributed
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.vllm.client_process import ClientProcess, Job, Round, RoundSummary
-from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
-from nemo_oprd.rollout.vllm.rounds import rollout_of
-from nemo_oprd.rollout.vllm.server import Server
-from nemo_oprd.rollout.vllm.tasks import Task
+from nemo_oprd.vllm.client_process import ClientProcess, Job, Round, RoundSummary, Task
+from nemo_oprd.vllm.request_queue import LengthEstimate
+from nemo_oprd.vllm.rounds import rollout_of
+from nemo_oprd.vllm.server import Server
 
 SIZES = ("64x1024", "256x4096", "1024x4096", "1024x16384")
 RANKS, CONTROLLERS = (8, 64), (1, 8)

@@ -40,14 +40,14 @@ ANSWERS = 3
 CALLS = {
     "step": "nemo_oprd.rollout.training_rollouts:RolloutSampler.rollouts",
     "busy": "nemo_oprd.distillation.step:GradientAccumulation.forward_backward",
-    "submit": "nemo_oprd.rollout.vllm.engine:VllmEngine.submit",
-    "collect": "nemo_oprd.rollout.vllm.engine:VllmEngine.collect",
-    "update": "nemo_oprd.rollout.vllm.engine:VllmEngine.update_weights",
-    "start": "nemo_oprd.rollout.vllm.server:LocalServer.start",
-    "healthy": "nemo_oprd.rollout.vllm.client:Client.is_healthy",
-    "post": "nemo_oprd.rollout.vllm.client:Client.post",
-    "answer": "nemo_oprd.rollout.vllm.client_process:ClientProcess._take",
-    "buckets": "nemo_oprd.rollout.vllm.transport:buckets",
+    "submit": "nemo_oprd.vllm.engine:VllmEngine.submit",
+    "collect": "nemo_oprd.vllm.engine:VllmEngine.collect",
+    "update": "nemo_oprd.vllm.engine:VllmEngine.update_weights",
+    "start": "nemo_oprd.vllm.server:LocalServer.start",
+    "healthy": "nemo_oprd.vllm.client:Client.is_healthy",
+    "post": "nemo_oprd.vllm.client:Client.post",
+    "answer": "nemo_oprd.vllm.client_process:ClientProcess._take",
+    "buckets": "nemo_oprd.vllm.transport:buckets",
 }
 
 

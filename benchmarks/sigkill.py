@@ -62,22 +62,22 @@ class Phase:
 
 
 PHASES = (
-    Phase("reading the checkpoint", "nemo_oprd.setup.training:load_checkpoint", once="start"),
-    Phase("rollout", "nemo_oprd.rollout.in_process.engine:MegatronEngine.collect"),
+    Phase("reading the checkpoint", "nemo_oprd.run.training:load_checkpoint", once="start"),
+    Phase("rollout", "nemo_oprd.rollout.in_process_engine:MegatronEngine.collect"),
     Phase("rollouts kept", "nemo_oprd.rollout.resume_cache:ResumeCache.put", "after"),
     Phase("teacher", "nemo_oprd.distillation.teacher:Teacher.targets"),
     Phase("backward", "nemo_oprd.distillation.step:GradientAccumulation.forward_backward"),
     Phase("optimizer", "nemo_oprd.distillation.student:Student.optimizer_step"),
-    Phase("weight sync", "nemo_oprd.rollout.in_process.engine:MegatronEngine.update_weights"),
-    Phase("half a log line", "nemo_oprd.observability.metrics_log:MetricsLog.write", "inside"),
+    Phase("weight sync", "nemo_oprd.rollout.in_process_engine:MegatronEngine.update_weights"),
+    Phase("half a log line", "nemo_oprd.run.metrics_log:MetricsLog.write", "inside"),
     Phase("evaluation", "nemo_oprd.evaluation.evaluator:Evaluator.evaluate"),
-    Phase("save", "nemo_oprd.checkpointing.checkpointer:save_checkpoint"),
+    Phase("save", "nemo_oprd.run.checkpointer:save_checkpoint"),
     Phase("save: rollouts ahead", "nemo_oprd.rollout.resume_cache:ResumeCache.write", "after"),
-    Phase("save: shards written", "nemo_oprd.checkpointing.training_state:commit_checkpoint", "before"),
-    Phase("save: renamed", "nemo_oprd.checkpointing.directory:write_atomically", "before", only="latest_checkpointed"),
-    Phase("save: tracker written", "nemo_oprd.checkpointing.training_state:prune", "before"),
-    Phase("save: pruning", "nemo_oprd.checkpointing.directory:_remove_checkpoint", "during"),
-    Phase("export", "nemo_oprd.setup.training:export_hf", once="end"),
+    Phase("save: shards written", "nemo_oprd.run.training_state:commit_checkpoint", "before"),
+    Phase("save: renamed", "nemo_oprd.run.checkpoint_directory:write_atomically", "before", only="latest_checkpointed"),
+    Phase("save: tracker written", "nemo_oprd.run.training_state:prune", "before"),
+    Phase("save: pruning", "nemo_oprd.run.checkpoint_directory:_remove_checkpoint", "during"),
+    Phase("export", "nemo_oprd.run.training:export_hf", once="end"),
 )
 
 
@@ -129,7 +129,7 @@ class Bench:
         experts: int = 0,
         phases: tuple[Phase, ...] = PHASES,
     ) -> None:
-        from nemo_oprd.commands.toy.pair import make_tiny_pair
+        from nemo_oprd.tools.toy.pair import make_tiny_pair
 
         self.directory, self.steps, toy = directory, steps, directory / "toy"
         make_tiny_pair(toy, steps=10, experts=experts, log=lambda _: None)
@@ -183,7 +183,7 @@ class Bench:
 
     def done(self, output: Path) -> int:
         """Number of updates in the checkpoint from which the next start resumes."""
-        from nemo_oprd.checkpointing.directory import find_checkpoint
+        from nemo_oprd.run.checkpoint_directory import find_checkpoint
 
         return find_checkpoint(output / "checkpoints")[0] or 0
 

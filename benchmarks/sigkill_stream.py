@@ -26,7 +26,7 @@ from tests.functional.vllm_stand_in import whole_length
 WHOLE = [24] * 9 + [100]
 TOKEN_S = 0.005
 PROMPTS, PER_PROMPT = 4, 2
-ENGINE = "nemo_oprd.rollout.vllm.engine:VllmEngine"
+ENGINE = "nemo_oprd.vllm.engine:VllmEngine"
 _IN_PROCESS = ("rollout", "rollouts kept", "weight sync", "evaluation")
 STREAM_PHASES = (
     *(phase for phase in PHASES if phase.name not in _IN_PROCESS),
@@ -75,7 +75,7 @@ def kill_streams(kills: int, seed: int, steps: int, lag: int) -> None:
     """Ends the process with a message if a sample was lost or taken twice."""
     draw = random.Random(seed)
     # the heads of the tiny pair are smaller than those that real servers know on CPU
-    unchecked = mock.patch("nemo_oprd.rollout.engine_kinds.check_head_size")
+    unchecked = mock.patch("nemo_oprd.run.engine_kinds.check_head_size")
     with tempfile.TemporaryDirectory() as directory, unchecked:
         root = Path(directory)
         bench = Bench(root, steps, settings(root / "servers", lag), phases=STREAM_PHASES)

@@ -32,15 +32,15 @@ ANSWERS = 2
 
 CALLS = {
     "step": "nemo_oprd.rollout.training_rollouts:RolloutSampler.rollouts",
-    "sampling": "nemo_oprd.rollout.in_process.engine:MegatronEngine.collect",
+    "sampling": "nemo_oprd.rollout.in_process_engine:MegatronEngine.collect",
     "gradient": "nemo_oprd.distillation.step:GradientAccumulation.forward_backward",
-    "saving": "nemo_oprd.checkpointing.checkpointer:save_checkpoint",
-    "start": "nemo_oprd.rollout.vllm.server:LocalServer.start",
-    "healthy": "nemo_oprd.rollout.vllm.client:Client.is_healthy",
-    "post": "nemo_oprd.rollout.vllm.client:Client.post",
-    "answer": "nemo_oprd.teacher_servers.round:AnswerFiles.read",
-    "gather": "nemo_oprd.teacher_servers.servers:TeacherServers.gather",
-    "check": "nemo_oprd.teacher_servers.servers:TeacherServers.check",
+    "saving": "nemo_oprd.run.checkpointer:save_checkpoint",
+    "start": "nemo_oprd.vllm.server:LocalServer.start",
+    "healthy": "nemo_oprd.vllm.client:Client.is_healthy",
+    "post": "nemo_oprd.vllm.client:Client.post",
+    "answer": "nemo_oprd.vllm.teacher_round:AnswerFiles.read",
+    "gather": "nemo_oprd.vllm.teacher_servers:TeacherServers.gather",
+    "check": "nemo_oprd.vllm.teacher_servers:TeacherServers.check",
 }
 
 

@@ -40,7 +40,7 @@ from benchmarks.server_killer import (
     ServerKiller,
     Strike,
 )
-from nemo_oprd.rollout.vllm.guard import group_members
+from nemo_oprd.vllm.guard import group_members
 from tests.support.forked_run import OF_THE_MACHINE, ForkedRun, differences, import_everything, metrics, toy_overrides
 
 PER_RUN = 5
@@ -122,7 +122,7 @@ class VllmBench:
     killer: type[ServerKiller] = ServerKiller
 
     def __init__(self, directory: Path, steps: int, repeat: str, overrides: tuple[str, ...] = ()) -> None:
-        from nemo_oprd.commands.toy.pair import Recipe, build_pair
+        from nemo_oprd.tools.toy.pair import Recipe, build_pair
 
         recipe = Recipe(
             seed=0, steps=10, student_step=5, layers=2, hidden=128, batch=16, warmup_steps=5,

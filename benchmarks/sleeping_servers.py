@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from nemo_oprd.rollout.vllm.server import WORKER_FOLDER
+from nemo_oprd.vllm.server import WORKER_FOLDER
 
 STAND_IN = Path(__file__).parents[1] / "tests" / "functional" / "vllm_stand_in.py"
 

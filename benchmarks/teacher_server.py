@@ -34,17 +34,17 @@ from typing import Any
 
 import torch
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.layout import Layout
-from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.rollout.vllm.sampling import Claimed, Sampling
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import Ask
-from nemo_oprd.teacher_servers.canary import Canary
-from nemo_oprd.teacher_servers.launch import MAX_SEQUENCES
-from nemo_oprd.teacher_servers.servers import TeacherServers
-from nemo_oprd.teacher_servers.wanted import Request
+from nemo_oprd.vllm.sampling import Claimed, Sampling
+from nemo_oprd.vllm.teacher_canary import Canary
+from nemo_oprd.vllm.teacher_launch import MAX_SEQUENCES
+from nemo_oprd.vllm.teacher_requests import Request
+from nemo_oprd.vllm.teacher_servers import TeacherServers
+from nemo_oprd.vllm.worker.nemo_oprd_asks import Ask
 from tests.support.random_pair import Shape, save_random_model
 
 SHAPE = Shape(12, 384, 1024, 6, 2, 4096, 1024)

@@ -29,10 +29,10 @@ from unittest import mock
 from benchmarks.sleeping_servers import interpreter
 from benchmarks.timeline_gpus import GPU_HEAD, compare, gpu_line
 from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, predict, seconds_per_step
-from nemo_oprd.commands.toy.pair import make_tiny_pair
-from nemo_oprd.observability.timeline import SAMPLING, Interval, hidden_share, read_timeline
 from nemo_oprd.rollout.engine import Request
-from nemo_oprd.rollout.vllm.request_queue import LengthEstimate
+from nemo_oprd.run.timeline import SAMPLING, Interval, hidden_share, read_timeline
+from nemo_oprd.tools.toy.pair import make_tiny_pair
+from nemo_oprd.vllm.request_queue import LengthEstimate
 
 # tokens of a response: a few are much longer than the others
 LENGTHS = [4, 6, 6, 8, 8, 10, 12, 14, 20, 32]
@@ -99,7 +99,7 @@ class Bench:
         """Trains; returns the run directory."""
         from nemo_oprd.config.loading import load_config
         from nemo_oprd.distillation.distiller import Distiller
-        from nemo_oprd.rollout import engine_kinds
+        from nemo_oprd.run import engine_kinds
         from nemo_oprd.train import train
 
         python, toy, output = (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, predict, seconds_per_step
-from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS
+from nemo_oprd.tools.plan.gpus import ASSUMED, GPUS
 
 GPUS_IN_ALL, LIMIT, PROMPT, SLOTS = 8, 16384, 256, 256
 PARAMETERS, CACHE_BYTES = 1.78e9, 28 * 2 * 2 * 128 * 2  # of DeepSeek-R1-Distill-Qwen-1.5B, in bfloat16

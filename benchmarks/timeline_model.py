@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nemo_oprd.observability.timeline import SAMPLING, WAITING, Interval
-from nemo_oprd.rollout.stream_rules import Place, StreamRules
+from nemo_oprd.rollout.stream_rollouts import Place, StreamRules
+from nemo_oprd.run.timeline import SAMPLING, WAITING, Interval
 
 # (tokens to sample, tokens before them that are computed first)
 Job = tuple[int, int]
@@ -157,7 +157,7 @@ def tokens_after(jobs: Sequence[Job], servers: Servers, seconds: float) -> list[
 def predict(
     lengths: Sequence[Sequence[int]], work: Work, servers: Servers, schedule: Schedule, prompt: int = 0
 ) -> list[Interval]:
-    """The intervals of a run, as `nemo_oprd/observability/timeline.py` records them, from second 0.
+    """The intervals of a run, as `nemo_oprd/run/timeline.py` records them, from second 0.
 
     Args:
         lengths: per batch, the tokens of its responses in the order in which they are begun.

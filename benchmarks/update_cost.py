@@ -26,9 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step_batch import StepBatch
-from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
+from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import distiller_for
+from nemo_oprd.run.models import distiller_for
 from tests.support.live_bytes import LiveBytes
 from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 

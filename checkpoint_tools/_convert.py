@@ -1,7 +1,7 @@
 """HF checkpoint <-> Megatron torch_dist checkpoint, tensor by tensor in one process.
 
 Both directions follow the family's weight mappings and hold only a few tensors at a time;
-`nemo_oprd/models/weights/megatron_checkpoint.py` has the layout. Left out: optimizer state (a converted checkpoint
+`nemo_oprd/megatron/weights/megatron_checkpoint.py` has the layout. Left out: optimizer state (a converted checkpoint
 starts a training, it doesn't resume one) and Megatron's older checkpoint formats. A model with a tensor that has no
 weight mapping is refused, so no tensor is dropped silently.
 """
@@ -30,21 +30,21 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from tqdm import tqdm
 
-from nemo_oprd.checkpointing.directory import refuse_damage
-from nemo_oprd.layout import Layout
-from nemo_oprd.models import Family, ModelSpec, copy_hf_config, read_model_spec
-from nemo_oprd.models.architecture import GateUp, Vocabulary, stack_parts
-from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
-from nemo_oprd.models.megatron_bridge_config import write_run_config
-from nemo_oprd.models.weights.hf import HFCheckpoint, owner_stage
-from nemo_oprd.models.weights.megatron_checkpoint import (
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.megatron.weights.hf import HFCheckpoint, owner_stage
+from nemo_oprd.megatron.weights.megatron_checkpoint import (
     MegatronCheckpoint,
     Parameter,
     check_source,
     checkpoint_parameters,
     stacks_layers,
 )
-from nemo_oprd.models.weights.torch_dist import CONTENT_METADATA
+from nemo_oprd.megatron.weights.torch_dist import CONTENT_METADATA
+from nemo_oprd.models import Family, ModelSpec, copy_hf_config, read_model_spec
+from nemo_oprd.models.architecture import GateUp, Vocabulary, stack_parts
+from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
+from nemo_oprd.models.megatron_bridge_config import write_run_config
+from nemo_oprd.run.checkpoint_directory import refuse_damage
 from nemo_oprd.runtime.files import replacing_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,7 +88,7 @@ def hf_to_megatron(
     layout.layers_per_stage(spec.num_layers)
     checkpoint = HFCheckpoint(source)
     check_source(checkpoint, spec)
-    from nemo_oprd.data.tokenization.tokenizer import copy_tokenizer_files
+    from nemo_oprd.data.tokenizer import copy_tokenizer_files
 
     with replacing_directory(target, overwrite=False) as partial:
         dtype = _write(checkpoint, spec, layout, partial, progress)
@@ -125,7 +125,7 @@ def megatron_to_hf(
     refuse_damage(checkpoint_directory(Path(megatron_path)), together=False)
     directory = None if hf_path is None else hf_directory(Path(megatron_path), Path(hf_path), family)
     checkpoint = MegatronCheckpoint(megatron_path, directory, family)
-    from nemo_oprd.models.weights.hf_export import write_hf_model
+    from nemo_oprd.megatron.weights.hf_export import write_hf_model
 
     hf_config = checkpoint.spec.hf_config
     named = dtype or hf_config.get("dtype") or hf_config.get("torch_dtype")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.hf_export import write_hf_model
 from nemo_oprd.models import ModelSpec, read_model_spec
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.hf_export import write_hf_model
 from nemo_oprd.runtime.files import read_json
 from nemo_oprd.runtime.gpus import check_promise
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.hf_export import write_hf_model
 from nemo_oprd.models import ModelSpec, read_model_spec
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.hf_export import write_hf_model
 
 
 def round_matrix(weight_OI: torch.Tensor, bits: int, group: int) -> torch.Tensor:

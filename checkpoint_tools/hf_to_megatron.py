@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from _convert import hf_to_megatron
 
-    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.run.provider import find_family
 
     family = find_family(options.provider, hf_path=options.hf_path)
     hf_to_megatron(options.hf_path, options.output, tensor=options.tensor, pipeline=options.pipeline, family=family)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from _convert import megatron_to_hf
 
-    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.run.provider import find_family
 
     family = find_family(options.provider, hf_path=options.hf_path, checkpoint=options.megatron_path)
     megatron_to_hf(options.megatron_path, options.output, hf_path=options.hf_path, dtype=options.dtype, family=family)

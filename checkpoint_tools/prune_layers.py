@@ -47,7 +47,7 @@ def _measured(source: Path, options: argparse.Namespace) -> list[int]:
     from _pruning import layer_influences, layers_to_keep
 
     from nemo_oprd.data.prompts import load_prompts
-    from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+    from nemo_oprd.data.tokenizer import Tokenizer
     from nemo_oprd.models import read_model_spec
 
     spec = read_model_spec(source)

@@ -36,9 +36,9 @@ def round_trip(hf_path: Path, work: Path) -> int:
     """Converts to Megatron and back in the directory `work`, prints the comparison; returns the exit code."""
     from _convert import hf_to_megatron, megatron_to_hf
 
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
+    from nemo_oprd.megatron.weights.megatron_checkpoint import ignored_tensors
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.weights.hf import HFCheckpoint
-    from nemo_oprd.models.weights.megatron_checkpoint import ignored_tensors
 
     hf_to_megatron(hf_path, work / "megatron")
     megatron_to_hf(work / "megatron", work / "hf")

@@ -10,7 +10,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from nemo_oprd.nemo import observed, zero_loss
+from nemo_oprd.integrations.hidden_states import observed, zero_loss
 
 
 def forward_step(microbatches, model):

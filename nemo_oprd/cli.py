@@ -1,9 +1,10 @@
-"""The command line: which commands there are. What a command takes and does is in its module in `commands/`.
+"""The command line: which commands there are. What a command takes and does is in the module that the table names.
 
     nemo-oprd toy --output DIR                                    a small model pair and its prompts
     torchrun ... -m nemo_oprd train --config-name NAME [k=v]      on several GPUs, as all that run models
 
-A command is a line in `COMMANDS`, and a module of its name (or `command` in a package of its name) with
+Commands stand in `commands/`, or with what they need in `tools/` and `integrations/`, which training never imports. A
+command is an entry of `COMMANDS`, and a module with
 
     add_arguments(parser)          its options
     run(options) -> int | None     what it does; the exit code, 0 if None (`runtime/exits.py` has the others)
@@ -23,23 +24,72 @@ from nemo_oprd.runtime.messages import show
 
 __all__ = ["COMMANDS", "main", "run_as_command"]
 
-COMMANDS = {
-    "doctor": "say in one line each what would make this run fail silently; exit code 1 if anything is wrong",
-    "train": "distil the student on its own rollouts",
-    "verify": "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
-    "fit-bridge": "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
-    "evaluate": "sample the student on the validation sets and grade it",
-    "serve": "a vLLM server for the student or a teacher, for runs that name it in rollout.vllm or teacher.vllm",
-    "data": "what a run would do to its prompts: suffix, held-out problems, duplicates, contamination; needs no model",
-    "plan": "what a training run needs on a number of GPUs: memory, operations, bytes, seconds; config.json is enough",
-    "rehearse": "two steps of some ranks at full size on fake CUDA tensors: memory, waits, mistakes; needs no GPU",
-    "families": "which model families run, who builds them, with which layouts they were tried, what is refused",
-    "toy": "make a small student-teacher pair and its prompts",
-    "report": "one HTML page of curves from one or several runs",
-    "compare": "how far students' next-token distributions are from their teacher's, on its responses and on their own",
-    "capture": "the hidden states of any model that vLLM runs, proven against transformers, as safetensors files",
-    "grade": "grade kept responses again and print their metrics with intervals; needs no model",
-    "from-nemo-rl": "a distillation recipe of NeMo-RL as a configuration, with a list of what has no counterpart",
+# name -> module of its options and its work, what it does
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": (
+        "nemo_oprd.tools.doctor.command",
+        "say in one line each what would make this run fail silently; exit code 1 if anything is wrong",
+    ),
+    "train": (
+        "nemo_oprd.commands.train",
+        "distil the student on its own rollouts",
+    ),
+    "verify": (
+        "nemo_oprd.commands.verify",
+        "one training step on recorded rollouts, without the optimizer: losses.json and grads.safetensors",
+    ),
+    "fit-bridge": (
+        "nemo_oprd.commands.fit_bridge",
+        "make the frozen projectors between models of different shape (OPRD-Bridge, stage 1)",
+    ),
+    "evaluate": (
+        "nemo_oprd.commands.evaluate",
+        "sample the student on the validation sets and grade it",
+    ),
+    "serve": (
+        "nemo_oprd.commands.serve",
+        "a vLLM server for the student or a teacher, for runs that name it in rollout.vllm or teacher.vllm",
+    ),
+    "data": (
+        "nemo_oprd.commands.data",
+        "what a run would do to its prompts: suffix, held-out problems, duplicates, contamination; needs no model",
+    ),
+    "plan": (
+        "nemo_oprd.tools.plan.command",
+        "what a training run needs on a number of GPUs: memory, operations, bytes, seconds; config.json is enough",
+    ),
+    "rehearse": (
+        "nemo_oprd.tools.rehearse.command",
+        "two steps of some ranks at full size on fake CUDA tensors: memory, waits, mistakes; needs no GPU",
+    ),
+    "families": (
+        "nemo_oprd.commands.families",
+        "which model families run, who builds them, with which layouts they were tried, what is refused",
+    ),
+    "toy": (
+        "nemo_oprd.tools.toy.command",
+        "make a small student-teacher pair and its prompts",
+    ),
+    "report": (
+        "nemo_oprd.tools.report.command",
+        "one HTML page of curves from one or several runs",
+    ),
+    "compare": (
+        "nemo_oprd.commands.compare",
+        "how far students' next-token distributions are from their teacher's, on its responses and on their own",
+    ),
+    "capture": (
+        "nemo_oprd.commands.capture",
+        "the hidden states of any model that vLLM runs, proven against transformers, as safetensors files",
+    ),
+    "grade": (
+        "nemo_oprd.commands.grade",
+        "grade kept responses again and print their metrics with intervals; needs no model",
+    ),
+    "from-nemo-rl": (
+        "nemo_oprd.integrations.from_nemo_rl.command",
+        "a distillation recipe of NeMo-RL as a configuration, with a list of what has no counterpart",
+    ),
 }
 
 
@@ -48,8 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="nemo-oprd", description="On-policy representation distillation on Megatron-core.")
     parser.add_argument("--version", action="version", version=f"nemo-oprd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
-    for name, text in COMMANDS.items():
-        module = f"nemo_oprd.commands.{name.replace('-', '_')}"
+    for name, (module, text) in COMMANDS.items():
         commands.add_parser(name, help=text, description=text, module=module)
     return parser
 

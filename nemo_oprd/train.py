@@ -3,22 +3,22 @@
 Every rank runs this same loop. A rank has a part of the student, of the teachers, of both or of neither; the objects of
 a role that it does not have take part in the transfers and return None.
 
-    prompts -> rollouts               rollout/training_rollouts.py; the engines: rollout/engine_kinds.py
+    prompts -> rollouts               rollout/training_rollouts.py; the engines: run/engine_kinds.py
     what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
     which teacher reads a response    config/teacher_routing.py
     rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py
     targets -> gradients              distillation/step.py, hidden_state_loss.py; on every pipeline stage:
                                       gradient_injection.py; the losses themselves: losses/
     gradients -> weights              distillation/student.py
-    weights -> engine                 models/weights/hf.py
+    weights -> engine                 megatron/weights/hf.py
     an engine's log-probabilities     distillation/sampling_check.py compares them with the student's
-    validation sets                   evaluation/validation.py
-    checkpoints                       checkpointing/checkpointer.py says when, training_state.py writes and loads them
-    metrics, and when what happened   observability/step_recorder.py, metrics_log.py, timeline.py
+    validation sets                   run/validation.py
+    checkpoints                       run/checkpointer.py says when, training_state.py writes and loads them
+    metrics, and when what happened   run/step_recorder.py, metrics_log.py, timeline.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, `setup/preflight.py` checks and resolves the configuration: `setup/resolve.py` says what the run is,
-its models, layers and layouts, and `setup/training.py` builds its parts.
+Before the loop, `run/preflight.py` checks and resolves the configuration: `run/resolve.py` says what the run is,
+its models, layers and layouts, and `run/training.py` builds its parts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from nemo_oprd.distillation.gradient_check import check_gradients
 from nemo_oprd.distillation.metrics.gradient_noise import is_noise_due, measure_gradient_noise
 from nemo_oprd.distillation.step import KeptResults, StepResult
 from nemo_oprd.distillation.step_batch import StepBatch
-from nemo_oprd.observability.phase_timer import PhaseTimer
-from nemo_oprd.setup.models import world_size
-from nemo_oprd.setup.preflight import preflight
-from nemo_oprd.setup.resolve import RunSpec
-from nemo_oprd.setup.training import start_training
+from nemo_oprd.run.models import world_size
+from nemo_oprd.run.preflight import preflight
+from nemo_oprd.run.resolve import RunSpec
+from nemo_oprd.run.timeline import PhaseTimer
+from nemo_oprd.run.training import start_training
 
 logger = logging.getLogger(__name__)
 

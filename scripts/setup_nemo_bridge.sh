@@ -53,7 +53,7 @@ fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 PYTHONPATH=.:tests/functional/te_stand_in .venv-nemo-bridge/bin/python -W ignore -c \
-  'import nemo_oprd.nemo, megatron.bridge.training.train, torch
+  'import nemo_oprd.integrations, megatron.bridge.training.train, torch
 from megatron.bridge.package_info import __version__
 print("Megatron-Bridge", __version__, "torch", torch.__version__)' 2>"$log" || {
   cat "$log" >&2

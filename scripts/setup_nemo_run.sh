@@ -7,5 +7,5 @@
 #
 # Needs Python 3.11 (PYTHON_FOR_NEMO names another one) and access to a package index. An environment that is complete is kept.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/pinned_environment.sh" .venv-nemo-run requirements-nemo-run-cpu.txt nemo-run '
-import nemo_oprd.recipes.nemo_run, nemo_run
+import nemo_oprd.integrations.nemo_run, nemo_run
 print("nemo-run", nemo_run.__version__)'

@@ -50,7 +50,7 @@ fi
 # what the servers of a run import; TORCH_COMPILE_DISABLE as in the servers
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-TORCH_COMPILE_DISABLE=1 VLLM_PLUGINS= PYTHONPATH=nemo_oprd/rollout/vllm/worker .venv-vllm/bin/python -c \
+TORCH_COMPILE_DISABLE=1 VLLM_PLUGINS= PYTHONPATH=nemo_oprd/vllm/worker .venv-vllm/bin/python -c \
   'import nemo_oprd_worker, torch, vllm; print("vLLM", vllm.__version__, "torch", torch.__version__)' 2>"$log" || {
   cat "$log" >&2
   exit 1

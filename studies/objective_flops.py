@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu_parts.real_shape import R1_DISTILL_1P5B
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import distiller_for
+from nemo_oprd.run.models import distiller_for
 from studies.toy_arms import objectives
 from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 

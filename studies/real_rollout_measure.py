@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.evaluation.agreement import Response, Sampling, load_model, sample_responses
-from nemo_oprd.evaluation.files import read_lines, write_lines
+from nemo_oprd.evaluation.responses import read_lines, write_lines
 from nemo_oprd.runtime.files import replacing
 from studies.real_models import HELDOUT
 from studies.real_rollout_tables import BUCKETS, TEACHER_RESPONSES

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.evaluation.agreement import Response, describe_text
-from nemo_oprd.evaluation.files import read_lines
+from nemo_oprd.evaluation.responses import read_lines
 from nemo_oprd.losses.layer_mapping import layer_map as paper_map
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.setup.resolve import resolve_models
+from nemo_oprd.run.resolve import resolve_models
 from studies.real_arms import RATES, SEARCHED, SEEDS, Arm, changes, is_hidden, on_student, seeds, sweep
 from studies.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
 from studies.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, distance, line, read_results, tables
@@ -142,7 +142,7 @@ class Study:
         file = self.root / "moments.pt"
         if not file.is_file():
             from nemo_oprd.data.prompts import load_prompts
-            from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+            from nemo_oprd.data.tokenizer import Tokenizer
 
             directory = self.root / "models" / "teacher"
             tokenizer, model = Tokenizer.load(directory), load_model(directory, torch.float32)
@@ -216,9 +216,9 @@ def check_result(arm: Arm, result: dict[str, Any]) -> None:
 
 def operations(settings: list[str], response: int = NEW_TOKENS) -> dict[str, float]:
     """Counted floating-point operations of an update in 10^9, by `nemo-oprd plan`'s formulas; metrics are left out."""
-    from nemo_oprd.commands.plan.operations import step_flops
-    from nemo_oprd.commands.plan.workload import make_workload
     from nemo_oprd.config.loading import load_config
+    from nemo_oprd.tools.plan.operations import step_flops
+    from nemo_oprd.tools.plan.workload import make_workload
 
     unwatched = [*settings, "logging.output_metrics_every=0"]
     with _COMPOSING:

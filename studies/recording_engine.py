@@ -14,13 +14,13 @@ from unittest import mock
 import torch
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.engine_records import RECORDS, Records
+from nemo_oprd.config.teacher_kinds import RECORDS, Records
+from nemo_oprd.rollout import in_process_engine
+from nemo_oprd.rollout.decoding import _Batch
 from nemo_oprd.rollout.engine import Request
-from nemo_oprd.rollout.in_process import engine
-from nemo_oprd.rollout.in_process.decoding import _Batch
 from nemo_oprd.rollout.response import Response
 
-_sample, _responses, _rollout = _Batch.sample, _Batch.responses, engine._rollout
+_sample, _responses, _rollout = _Batch.sample, _Batch.responses, in_process_engine._rollout
 
 
 def sample(batch: _Batch, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
@@ -49,7 +49,7 @@ def main() -> None:
 
     with (
         mock.patch.multiple(_Batch, sample=sample, responses=responses),
-        mock.patch.object(engine, "_rollout", rollout),
+        mock.patch.object(in_process_engine, "_rollout", rollout),
         mock.patch.dict(RECORDS, {"megatron": Records()}),
     ):
         command()

@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_oprd.losses.correction import Correction
 from nemo_oprd.losses.divergences import output_rows
-from nemo_oprd.losses.output_loss import OutputLoss
+from nemo_oprd.losses.output_loss import Correction, OutputLoss
 from nemo_oprd.losses.representation import mse
 from nemo_oprd.losses.vocab_parallel import VocabShard
 from studies.real_study import write_json

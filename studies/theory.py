@@ -79,8 +79,8 @@ class Pair:
 
     def rollouts(self, model: Any, count: int, seed: int) -> Rollouts:
         """Responses of `model` at temperature 1 to the first `count` held-out prompts."""
-        from nemo_oprd.commands.toy import task
-        from nemo_oprd.commands.toy.pair import sample_responses
+        from nemo_oprd.tools.toy import pair as task
+        from nemo_oprd.tools.toy.pair import sample_responses
 
         problems = self.problems[np.arange(count) % len(self.problems)]
         responses = sample_responses(model, problems, temperature=1.0, seed=seed)
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, help="written by nemo-oprd toy; made in OUTPUT/pair if not given")
     parser.add_argument("--quick", action="store_true", help="only a few positions and gaps, as a functional test")
     options = parser.parse_args()
-    from nemo_oprd.commands.toy.pair import make_pair
+    from nemo_oprd.tools.toy.pair import make_pair
     from studies.toy_models import PAIR_WIDTH
 
     directory = options.pair or options.output / "pair"

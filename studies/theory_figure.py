@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_oprd.commands.report.figures import COLORS, RC
+from nemo_oprd.tools.report.figures import COLORS, RC
 
 INK, MUTED = COLORS["ink"][0], COLORS["muted"][0]
 SERIES = [COLORS[f"series-{i}"][0] for i in range(6)]

@@ -1,6 +1,6 @@
 """Toy models for two applications: specialists to merge, and a student that benefits from seeing the solution.
 
-All models are trained from scratch like the toy pair (`nemo_oprd/commands/toy/pair.py`), with the same layers and
+All models are trained from scratch like the toy pair (`nemo_oprd/tools/toy/pair.py`), with the same layers and
 tokenizer. The second task is subtraction modulo 10000, in the same columns: `5678.1234=` asks for 5678 - 1234.
 """
 
@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nemo_oprd.commands.toy import task
-from nemo_oprd.commands.toy.pair import IGNORED, Recipe, new_model, train_step
+from nemo_oprd.tools.toy import pair
+from nemo_oprd.tools.toy.pair import IGNORED, Recipe, new_model, train_step
 
 # teacher.prompt of a teacher that is shown the worked solution
 SOLUTION_PROMPT = "{hint}={prompt}"
 DONE = "models.json"
 CHECK_EVERY, REQUIRED_ACCURACY = 5, 0.4  # of greedy decoding; the accuracy at T = 0.7 is somewhat lower
-MODULUS = 10**task.COLUMNS
+MODULUS = 10**pair.COLUMNS
 # Of the students that docs/results.md and docs/theory.md measure; the quickstart's pair is wider (`make_pair`).
 PAIR_WIDTH = 96
 
@@ -38,19 +38,19 @@ class Example:
 
 def addition(a: int, b: int) -> Example:
     """The toy task."""
-    return Example(task.prompt_text(a, b), task.response_text(a, b), a + b, task.DATA_SOURCE)
+    return Example(pair.prompt_text(a, b), pair.response_text(a, b), a + b, pair.DATA_SOURCE)
 
 
 def subtraction(a: int, b: int) -> Example:
     """Modulo 10000, column by column with a borrow."""
     columns, borrow = [], 0
-    for place in range(task.COLUMNS):
+    for place in range(pair.COLUMNS):
         x, y = a // 10**place % 10, b // 10**place % 10
         digit = x - y - borrow
         borrow = int(digit < 0)
         columns.append(f"{x}{y}{digit % 10}{chr(39) if borrow else '.'}")
     answer = (a - b) % MODULUS
-    return Example(f"{a}.{b}=", "".join(columns) + task.boxed(answer), answer, "toy_subtraction")
+    return Example(f"{a}.{b}=", "".join(columns) + pair.boxed(answer), answer, "toy_subtraction")
 
 
 def with_solution(example: Example) -> Example:
@@ -123,8 +123,8 @@ class _Training:
 
     def __init__(self, seed: int, steps: int, log: Callable[[str], None]) -> None:
         rng, self.rng = (np.random.default_rng([seed, stream]) for stream in range(2))
-        self.problems = task.disjoint_problems(rng, {"train": 4000, "tune": 200, "heldout": 500})
-        self.unseen = task.problem_key(np.concatenate([self.problems["tune"], self.problems["heldout"]]))
+        self.problems = pair.disjoint_problems(rng, {"train": 4000, "tune": 200, "heldout": 500})
+        self.unseen = pair.problem_key(np.concatenate([self.problems["tune"], self.problems["heldout"]]))
         self.seed, self.log = seed, log
         self.restart(steps, new=True)
 
@@ -141,7 +141,7 @@ class _Training:
         """Runs updates `first` to `first + steps - 1` of the schedule; returns the last one's loss."""
         loss = float("nan")
         for step in range(first, first + steps):
-            examples = draw(task.sample_problems(self.rng, self.recipe.batch, self.unseen))
+            examples = draw(pair.sample_problems(self.rng, self.recipe.batch, self.unseen))
             loss = train_step(self.model, self.optimizer, self.recipe, step, *_batch(examples))
         return loss
 
@@ -172,7 +172,7 @@ class _Training:
     def write(self, directory: Path) -> None:
         """Writes a Hugging Face model directory."""
         self.model.save_pretrained(directory)
-        task.write_tokenizer(directory)
+        pair.write_tokenizer(directory)
 
     def write_prompts(self, output: Path, makers: dict[str, Callable[[int, int], Example]]) -> None:
         """Writes the prompts of every split and task to one file each."""
@@ -195,9 +195,9 @@ def _row(example: Example) -> dict[str, object]:
 
 def _batch(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels, both int64 [B, S]; labels of prompt and padding are `IGNORED`."""
-    rows = [(task.encode(e.prompt), [*task.encode(e.response), task.EOS_ID]) for e in examples]
+    rows = [(pair.encode(e.prompt), [*pair.encode(e.response), pair.EOS_ID]) for e in examples]
     longest = max(len(prompt) + len(response) for prompt, response in rows)
-    ids = torch.full((len(rows), longest), task.PAD_ID)
+    ids = torch.full((len(rows), longest), pair.PAD_ID)
     labels = torch.full((len(rows), longest), IGNORED)
     for i, (prompt, response) in enumerate(rows):
         ids[i, : len(prompt) + len(response)] = torch.tensor(prompt + response)

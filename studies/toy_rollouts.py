@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_oprd.commands.plan.operations import step_flops
-from nemo_oprd.commands.plan.workload import make_workload
-from nemo_oprd.commands.toy import task
-from nemo_oprd.commands.toy.pair import make_pair, sample_responses
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve_models
+from nemo_oprd.run.resolve import resolve_models
+from nemo_oprd.tools.plan.operations import step_flops
+from nemo_oprd.tools.plan.workload import make_workload
+from nemo_oprd.tools.toy import pair as task
+from nemo_oprd.tools.toy.pair import make_pair, sample_responses
 from studies.real_study import write_json
 from studies.toy_models import PAIR_WIDTH
 from studies.toy_rollout_tables import RESULTS, SEED, SEEDS, STEPS, read_results, tables

@@ -87,7 +87,7 @@ class Study:
         return (self.directory(arm, seed) / "done").is_file()
 
     def _models(self, seed: int) -> None:
-        from nemo_oprd.commands.toy.pair import Recipe, build_pair, make_pair
+        from nemo_oprd.tools.toy.pair import Recipe, build_pair, make_pair
 
         if self.name in ("merge", "self"):
             make = {"merge": make_specialists, "self": make_self_teaching_student}[self.name]

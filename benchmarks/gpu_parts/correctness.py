@@ -20,22 +20,22 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.gpu_parts.forking import run_forked
 from benchmarks.gpu_parts.outcome import Outcome, Settings
-from nemo_oprd.commands.verify.step import verify
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
-from nemo_oprd.layout import Layout
+from nemo_oprd.distillation.reference import agreement, reference
+from nemo_oprd.megatron.parallel import device, init_distributed
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.megatron.parallel import device, init_distributed
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.observability.step_recorder import StepRecorder
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.in_process.engine import MegatronEngine
+from nemo_oprd.rollout.in_process_engine import MegatronEngine
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.run.models import world_size
+from nemo_oprd.run.preflight import preflight
+from nemo_oprd.run.step_recorder import StepRecorder
+from nemo_oprd.run.verify import verify
 from nemo_oprd.runtime.signals import Stopped
-from nemo_oprd.setup.models import world_size
-from nemo_oprd.setup.preflight import preflight
-from nemo_oprd.train import train
+from nemo_oprd.train import accumulate_gradients, train
 from tests.support.plain_bf16 import plain_bf16_gradients
 from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 
@@ -132,7 +132,7 @@ def golden_fp32(settings: Settings, outcome: Outcome) -> None:
     """Compares each golden case with its float64 numbers: the worst loss (total and per layer), the worst gradient."""
     for name, case in golden_cases().items():
         output = settings.scratch / name
-        verify(preflight(configure(case, output), world_size(), "verify"))
+        verify(preflight(configure(case, output), world_size(), "verify"), accumulate_gradients)
         compare_with_golden(outcome, name, output, name)
         outcome.save()
     outcome.lines.append(worst_line(outcome, f"{len(outcome.numbers)} cases"))
@@ -156,7 +156,7 @@ def golden_bf16(settings: Settings, outcome: Outcome) -> None:
         rollouts = read_rollouts(str(config.rollout.replay), vocab_size=61)
         expected = reference(config, rollouts)["gradients"]
         plain = plain_bf16_gradients(config, rollouts, device())
-        verify(preflight(config, world_size(), "verify"))
+        verify(preflight(config, world_size(), "verify"), accumulate_gradients)
         _, ours = _read(models / name)
         errors = {"ours": _error(ours, expected), "plain": _error(plain, expected)}
         worst = {
@@ -200,7 +200,7 @@ def guard(settings: Settings, outcome: Outcome) -> None:
     message = ""
     with mock.patch.object(HiddenStateLoss, "_supervise", detached):
         try:
-            verify(preflight(configure({"options": {"k": 4}}, output), world_size(), "verify"))
+            verify(preflight(configure({"options": {"k": 4}}, output), world_size(), "verify"), accumulate_gradients)
         except CaptureError as error:
             message = str(error)
     outcome.numbers["message"] = message

@@ -13,12 +13,12 @@ from benchmarks.gpu_parts.kernels import kernel_profile
 from benchmarks.gpu_parts.measure import Measured, Meter
 from benchmarks.gpu_parts.outcome import Outcome, Settings
 from benchmarks.gpu_parts.real_shape import QUICK, REAL, configure, prepare, reader
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.rollout import decoding
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.in_process import decoding
-from nemo_oprd.rollout.in_process.engine import MegatronEngine
+from nemo_oprd.rollout.in_process_engine import MegatronEngine
 
 
 @dataclass(frozen=True)

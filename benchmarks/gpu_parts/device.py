@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_parts.measure import is_cuda, median_seconds, place
 from benchmarks.gpu_parts.outcome import GB, Outcome, Settings
-from nemo_oprd.models.megatron import attention
-from nemo_oprd.models.megatron.attention import SDPAttention
+from nemo_oprd.megatron import attention
+from nemo_oprd.megatron.attention import SDPAttention
 
 # float32 accumulation of a bfloat16 product, against float64
 PRODUCT_LIMIT = 1e-5

@@ -16,9 +16,10 @@ import torch
 from benchmarks.gpu_parts.correctness import FP32_LIMIT, all_golden_cases, compare_with_golden, configure
 from benchmarks.gpu_parts.forking import ForkedError, run_all_forked
 from benchmarks.gpu_parts.outcome import Outcome, Settings
-from nemo_oprd.commands.verify.step import verify
+from nemo_oprd.run.preflight import preflight
+from nemo_oprd.run.verify import verify
 from nemo_oprd.runtime import gpus
-from nemo_oprd.setup.preflight import preflight
+from nemo_oprd.train import accumulate_gradients
 
 RANKS = 2
 # a golden case with losses on hidden states and on whole distributions
@@ -86,5 +87,5 @@ def _rank(number: int, port: int, output: os.PathLike[str], overrides: list[str]
     if shared:
         os.environ.update(AS_TWO_MACHINES, NCCL_HOSTID=f"machine{number}")
         gpus.identity = lambda index: f"GPU {index} of machine {number}"  # or the ranks would refuse to share it
-    verify(preflight(configure(all_golden_cases()[CASE], output, *overrides), RANKS, "verify"))  # type: ignore[arg-type]
+    verify(preflight(configure(all_golden_cases()[CASE], output, *overrides), RANKS, "verify"), accumulate_gradients)  # type: ignore[arg-type]
     torch.distributed.destroy_process_group()

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_parts.measure import is_cuda, place
-from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
-from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.models.megatron.model import layer_backend
-from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
-from nemo_oprd.setup.models import RunFiles, build_distiller, make_plan
-from nemo_oprd.setup.resolve import resolve
+from nemo_oprd.megatron.model import layer_backend
+from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
+from nemo_oprd.run.models import RunFiles, build_distiller, make_plan
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.plan.estimate import Estimate, Lengths, estimate
+from nemo_oprd.tools.plan.gpus import ASSUMED, GPUS, Cluster
 from tests.support.random_pair import Shape, save_random_rollouts
 
 # config.json of DeepSeek-R1-Distill-Qwen-1.5B; its head is not tied

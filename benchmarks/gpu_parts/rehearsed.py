@@ -15,12 +15,12 @@ import torch.nn.attention.bias  # it lists the functions of torch.cuda, so it co
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_parts.outcome import Outcome
-from nemo_oprd.commands.plan.gpus import GPUS
+from nemo_oprd.tools.plan.gpus import GPUS
 
 if TYPE_CHECKING:
-    from nemo_oprd.commands.rehearse.injections import Injections
-    from nemo_oprd.commands.rehearse.recorder import Recorder
-    from nemo_oprd.models.megatron.parallel import Role
+    from nemo_oprd.megatron.parallel import Role
+    from nemo_oprd.tools.rehearse.injections import Injections
+    from nemo_oprd.tools.rehearse.recorder import Recorder
 
 GPU = "h100"
 _recorders: list[Recorder] = []
@@ -44,11 +44,11 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
 
     torch is changed for the whole process.
     """
-    from nemo_oprd.commands.rehearse import device_kernels, fake_cuda, fake_world
-    from nemo_oprd.commands.rehearse.injections import Injections
-    from nemo_oprd.commands.rehearse.recorder import Recorder
-    from nemo_oprd.commands.rehearse.stand_ins import stand_in
-    from nemo_oprd.models.megatron.cpu_patches import take_torch_optimizer
+    from nemo_oprd.megatron.cpu_patches import take_torch_optimizer
+    from nemo_oprd.tools.rehearse import device_kernels, fake_cuda
+    from nemo_oprd.tools.rehearse.injections import Injections
+    from nemo_oprd.tools.rehearse.recorder import Recorder
+    from nemo_oprd.tools.rehearse.stand_ins import stand_in
 
     torch.set_num_threads(1)
     made = Recorder(stand_in)
@@ -58,7 +58,7 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
         made.memory.most = made.memory.live
 
     torch.cuda.reset_peak_memory_stats = reset_peak  # type: ignore[assignment]
-    fake_world.join(0, 1, 1)
+    fake_cuda.join(0, 1, 1)
     device_kernels.install()
     take_torch_optimizer()  # Transformer Engine's, where it is installed, would look for a driver
     # a tensor that is made on the device is otherwise made in host memory first

@@ -41,11 +41,11 @@ PRELOADED = (
     "transformers.models.qwen2.modeling_qwen2",
     "torch.nn.attention.bias",
     "nemo_oprd.train",
-    "nemo_oprd.commands.plan.estimate",
-    "nemo_oprd.commands.verify.step",
-    "nemo_oprd.models.weights.megatron_checkpoint",
-    "nemo_oprd.distillation.reference.hugging_face",
-    "nemo_oprd.rollout.in_process.engine",
+    "nemo_oprd.tools.plan.estimate",
+    "nemo_oprd.run.verify",
+    "nemo_oprd.megatron.weights.megatron_checkpoint",
+    "nemo_oprd.distillation.reference",
+    "nemo_oprd.rollout.in_process_engine",
     "benchmarks.gpu_parts.rehearsed",
 )
 
@@ -207,7 +207,7 @@ def import_everything(names: list[str], *, rehearsed: bool) -> None:
     """Imports what the parts need; a rehearsal's stand-in for a device is loaded with torch."""
     if rehearsed:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, for which there is no GPU
-        from nemo_oprd.commands.rehearse import shim
+        from nemo_oprd.tools.rehearse import shim
 
         shim.load()
     import torch

@@ -11,7 +11,7 @@ from benchmarks.gpu_parts.forking import run_forked
 from benchmarks.gpu_parts.machine import version
 from benchmarks.gpu_parts.measure import is_cuda
 from benchmarks.gpu_parts.outcome import Outcome, Settings
-from nemo_oprd.models.megatron.model import LAYERS_VARIABLE
+from nemo_oprd.megatron.model import LAYERS_VARIABLE
 
 NAME = "transformer_engine"
 

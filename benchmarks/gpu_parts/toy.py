@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu_parts.outcome import Outcome, Settings
-from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 
 ROOT = Path(__file__).parents[2]
 # the quickstart's pair, if it has run here

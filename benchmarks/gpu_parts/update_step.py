@@ -24,15 +24,15 @@ from benchmarks.gpu_parts.real_shape import QUICK, REAL, Batch, build, configure
 from benchmarks.gpu_parts.rehearsed import check_gradients_of
 from benchmarks.gpu_parts.waits import check_waits
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.commands.plan.estimate import Estimate
-from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS
-from nemo_oprd.commands.rehearse.command import PLANNED, TOLERANCE, planned_bytes
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.distiller import Distiller
-from nemo_oprd.models.megatron.model import LAYERS_VARIABLE
-from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
+from nemo_oprd.megatron.model import LAYERS_VARIABLE
+from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.resolve import resolve
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.plan.estimate import Estimate
+from nemo_oprd.tools.plan.gpus import ASSUMED, GPUS
+from nemo_oprd.tools.rehearse.command import PLANNED, TOLERANCE, planned_bytes
 from nemo_oprd.train import accumulate_gradients
 
 _NO_HIDDEN = ("loss.representation.layers=none", "loss.output.weight=1")

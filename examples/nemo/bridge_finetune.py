@@ -10,9 +10,9 @@ from functools import partial
 from megatron.bridge import AutoBridge, recipes
 from megatron.bridge.training.finetune import finetune
 
-from nemo_oprd.nemo import RepresentationLossConfig
-from nemo_oprd.nemo.bridge_data import RecordedRollouts
-from nemo_oprd.nemo.forward_step import OPRDForwardStep
+from nemo_oprd.integrations.bridge_data import RecordedRollouts
+from nemo_oprd.integrations.forward_step import OPRDForwardStep
+from nemo_oprd.integrations.hidden_states import RepresentationLossConfig
 
 
 def parse(arguments=None):

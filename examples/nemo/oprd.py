@@ -16,10 +16,10 @@ from nemo.utils.exp_manager import exp_manager
 
 from nemo_oprd.cli import run_as_command
 from nemo_oprd.config.loading import default_config_dir
-from nemo_oprd.nemo import experiment
-from nemo_oprd.nemo.hydra_config import from_nemo, schema, section
-from nemo_oprd.nemo.tokenizers import use_tokenizer
-from nemo_oprd.setup.preflight import preflight
+from nemo_oprd.integrations import experiment
+from nemo_oprd.integrations.hydra_config import from_nemo, schema, section
+from nemo_oprd.integrations.tokenizers import use_tokenizer
+from nemo_oprd.run.preflight import preflight
 from nemo_oprd.train import train
 
 # library huggingface: type is a directory; sentencepiece: model is a file; null: the tokenizer in the model's directory

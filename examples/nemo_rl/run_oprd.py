@@ -19,9 +19,9 @@ from nemo_rl.utils.logger import get_next_experiment_dir
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
-from nemo_oprd.nemo.rl_batch import SECTION, Settings
-from nemo_oprd.nemo.rl_loss import OPRDOutputLoss
-from nemo_oprd.nemo.rl_policy import ACTOR, policies_of
+from nemo_oprd.integrations.rl_batch import SECTION, Settings
+from nemo_oprd.integrations.rl_loss import OPRDOutputLoss
+from nemo_oprd.integrations.rl_policy import ACTOR, policies_of
 
 # the workers run in the environment of NeMo-RL's own Megatron workers
 ACTOR_ENVIRONMENT_REGISTRY[ACTOR] = MCORE_EXECUTABLE

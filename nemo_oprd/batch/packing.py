@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
 
 
 def partition_by_length(lengths: list[int], parts: int) -> list[list[int]]:

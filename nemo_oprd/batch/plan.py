@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from nemo_oprd.batch.layout import Coordinates, Layout
 from nemo_oprd.batch.packing import Pack, make_packs
 from nemo_oprd.batch.token_table import TokenTable
-from nemo_oprd.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from nemo_oprd.commands.options import add_config, config_of, json_file, origin
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, shortened
 from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.run.checks import check_prompts_given
+from nemo_oprd.run.named_files import check_files
+from nemo_oprd.run.prompt_files import FORMAT, prepare_prompts, say_shares
 from nemo_oprd.runtime.files import write_atomically
-from nemo_oprd.setup.checks import check_prompts_given
-from nemo_oprd.setup.named_files import check_files
-from nemo_oprd.setup.prompt_files import FORMAT, prepare_prompts, say_shares
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +60,8 @@ def _rendered(config: Config, prompts: list[Prompt]) -> list[str]:
     directory = Path(config.student.hf_path or "")
     if config.student.hf_path is None or not directory.is_dir():
         return ["data.train: no prompt is shown as the student reads it, because student.hf_path is no directory here"]
-    from nemo_oprd.data.tokenization.template_use import examples, template_notes
-    from nemo_oprd.data.tokenization.tokenizer import Tokenizer  # seconds to import
+    from nemo_oprd.data.template_use import examples, template_notes
+    from nemo_oprd.data.tokenizer import Tokenizer  # seconds to import
 
     try:
         tokenizer = Tokenizer.load(directory)

@@ -9,7 +9,7 @@ import argparse
 from importlib.util import find_spec
 
 from nemo_oprd.models import FAMILIES
-from nemo_oprd.models.megatron_bridge.supported import KINDS, NEEDED_VERSION, REFUSED_FAMILIES
+from nemo_oprd.models.megatron_bridge_families import KINDS, NEEDED_VERSION, REFUSED_FAMILIES
 
 _HEADINGS = ("family", "route", "layouts compared with transformers", "engines", "refused")
 _OWN_LAYOUTS = "TP, SP, PP, VPP, CP, DP, recompute"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from nemo_oprd.config.secret_values import without_secrets
+from nemo_oprd.config.messages import without_secrets
 from nemo_oprd.runtime.messages import is_first_rank
 
 _TYPES = {"int": "a whole number", "float": "a number"}
@@ -107,7 +107,7 @@ class CommandParser(Parser):
     """The parser of one command, for `add_subparsers(parser_class=...)`: settings and files stand between options, too.
 
     Args:
-        module: name of the command's module, or of a package that has it as `command`; imported when it is needed.
+        module: name of the command's module, imported when it is needed.
     """
 
     _loaded = _mixes = False
@@ -121,8 +121,6 @@ class CommandParser(Parser):
         if not self._loaded:
             self._loaded = True
             command: Any = import_module(self._module)
-            if hasattr(command, "__path__"):
-                command = import_module(f"{self._module}.command")
             command.add_arguments(self)
             self.set_defaults(run=command.run)
 

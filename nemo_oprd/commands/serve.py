@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.config.schema import Config
-from nemo_oprd.rollout.vllm.launch import check_head_size, check_model, find_python, server_arguments
-from nemo_oprd.rollout.vllm.server import server_command, server_environment
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE, read_tokens
+from nemo_oprd.run.resolve import resolve_model, resolve_served, servers_ids
 from nemo_oprd.runtime.gpus import check_promise
-from nemo_oprd.setup.resolve import resolve_model, resolve_served, servers_ids
+from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, server_arguments
+from nemo_oprd.vllm.server import server_command, server_environment
+from nemo_oprd.vllm.worker.nemo_oprd_door import TOKEN_FILE, read_tokens
 
 # of the path of a Unix socket on Linux
 MOST_SOCKET_BYTES = 107
@@ -86,8 +86,8 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
 
 def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str]) -> int:
     """Runs the server under a guard, which ends it and removes its folder in shared memory when this process ends."""
-    from nemo_oprd.teacher_servers.launch import KEY, VARIABLES, check_settings
-    from nemo_oprd.teacher_servers.launch import server_arguments as teacher_arguments
+    from nemo_oprd.vllm.teacher_launch import KEY, VARIABLES, check_settings
+    from nemo_oprd.vllm.teacher_launch import server_arguments as teacher_arguments
 
     check_settings(config.teacher.vllm)
     if options.teacher not in config.served_teachers:
@@ -98,13 +98,13 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
         )
     teacher = resolve_served(config, options.teacher)
     python, devices = find_python(config.teacher.vllm, KEY), _devices(config.teacher.vllm.tensor)
-    from nemo_oprd.rollout.vllm import guard
-    from nemo_oprd.rollout.vllm.launch import DTYPES
-    from nemo_oprd.rollout.vllm.transport import SharedFolder
-    from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import GENERATION
-    from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER
-    from nemo_oprd.teacher_servers.canary import Canary
-    from nemo_oprd.teacher_servers.servers import longest_sequence
+    from nemo_oprd.vllm import guard
+    from nemo_oprd.vllm.launch import DTYPES
+    from nemo_oprd.vllm.teacher_canary import Canary
+    from nemo_oprd.vllm.teacher_servers import longest_sequence
+    from nemo_oprd.vllm.transport import SharedFolder
+    from nemo_oprd.vllm.worker.nemo_oprd_asks import GENERATION
+    from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
 
     longest = longest_sequence(config, Canary(teacher.spec, teacher.directory, DTYPES[config.precision], None))
     arguments = teacher_arguments(config, teacher.directory, longest, cuda=devices is not None)

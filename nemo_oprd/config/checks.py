@@ -1,17 +1,16 @@
 """Rules between groups of a configuration: contradictions, and settings that this version does not support.
 
 Rules for one key and between keys of one group are in the schema; rules that need the models' config.json (layers in
-range, sizes that divide) are in `setup/preflight.py`. Every message names the keys, what was expected and the fix.
+range, sizes that divide) are in `run/preflight.py`. Every message names the keys, what was expected and the fix.
 """
 
 from __future__ import annotations
 
 import re
 
-from nemo_oprd.config.engine_records import RECORDS
 from nemo_oprd.config.messages import check_key
 from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
-from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.config.teacher_kinds import RECORDS, TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest, vanishes, weight_at
 
 # the least `rollout.max_lag` of which half is at least one step, and the other half, too

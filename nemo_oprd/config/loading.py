@@ -2,7 +2,7 @@
 
 Hydra composes the YAML (so `defaults:` lists and groups work) and parses the overrides; pydantic checks the result. A
 loaded configuration consists of plain dataclasses. `from_composed` is the part after composition, for programs whose
-own Hydra composes (`nemo_oprd.nemo.from_nemo`). Nothing here imports torch.
+own Hydra composes (`nemo_oprd.integrations.from_nemo`). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from nemo_oprd.config.messages import build, check_key, takes
+from nemo_oprd.config.messages import build, check_key, refuse_secrets, takes, without_secrets
 from nemo_oprd.config.overrides import key_of, parse
 from nemo_oprd.config.schema import Config
-from nemo_oprd.config.secret_values import refuse_secrets, without_secrets
 from nemo_oprd.config.yaml_files import composed_files
 
 if TYPE_CHECKING:

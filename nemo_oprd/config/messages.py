@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import re
 import types
 import typing
@@ -14,8 +15,107 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_oprd.config.keys import keys, plain_key, types_of
-from nemo_oprd.config.secret_values import SECRET_KEY
-from nemo_oprd.config.usual_names import USUAL_NAMES
+
+# Names that other training programs give to what a configuration here calls otherwise, for "did you mean".
+#
+# The names are those of transformers' and TRL's trainers, Megatron-LM's arguments, DeepSpeed, verl and NeMo-RL.
+
+
+_NAMES = {
+    "train.lr": "learning_rate",
+    "train.min_lr": "min_learning_rate",
+    "train.steps": "max_steps num_steps train_iters iterations total_training_steps",
+    "train.prompts_per_step": "batch_size train_batch_size global_batch_size num_prompts_per_step",
+    "train.tokens_per_microbatch": "per_device_train_batch_size micro_batch_size",
+    "rollout.per_prompt": "num_generations num_generations_per_prompt num_return_sequences",
+    "train.warmup_fraction": "warmup_ratio warmup_steps lr_warmup_fraction",
+    "train.schedule": "lr_scheduler_type lr_decay_style",
+    "train.clip_grad": "max_grad_norm gradient_clipping grad_clip",
+    "train.weight_decay": "wd",
+    "train.betas": "adam_beta1 adam_beta2 adam_betas",
+    "train.adam_eps": "eps adam_epsilon",
+    "train.save_every": "save_steps save_interval",
+    "train.keep_checkpoints": "save_total_limit",
+    "evaluation.every": "eval_steps eval_interval val_period",
+    "logging.every": "logging_steps log_interval",
+    "output": "output_dir save run_dir",
+    "precision": "dtype bf16 mixed_precision",
+    "student.hf_path": "model model_name model_name_or_path student_model student_path",
+    "teacher.hf_path": "teacher_model teacher_path teacher_model_name_or_path",
+    "student.checkpoint": "load",
+    "student.parallel.tensor": "tp tp_size tensor_parallel_size tensor_model_parallel_size",
+    "student.parallel.pipeline": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size",
+    "student.parallel.context": "cp cp_size context_parallel_size",
+    "student.parallel.expert": "ep expert_parallel_size expert_model_parallel_size",
+    "student.parallel.sequence": "sequence_parallel sp",
+    "student.recompute": "gradient_checkpointing activation_checkpointing",
+    "data.train": "dataset train_file train_files train_data prompts",
+    "data.validation": "val_files validation_file eval_dataset",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "rollout.max_new_tokens": "max_completion_length max_response_length max_tokens max_length",
+    "rollout.engine": "backend use_vllm",
+    "logging.wandb": "wandb_project report_to",
+}
+# name there -> key here
+USUAL_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
+
+
+# Keeps secrets out of a configuration, which is saved with the run.
+
+
+# Names of keys and of environment variables that hold secrets, and what the keys of Hugging Face and W&B look like. A
+# W&B key must be the whole value: directories of a Hugging Face cache have commit hashes in their names.
+SECRET_KEY = re.compile(r"(api_?key|(access|auth|hf)_?token|(^|\.)token|secret|passw(or)?d|credentials?)$", re.I)
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{30,}|^[0-9a-f]{40}$")
+# the part of an address before `@`, and an argument behind `?` whose name says what it is
+_BEFORE_HOST = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
+_ARGUMENT = re.compile(r"([?&][\w-]*(?:key|token|secret|passw(?:or)?d|credentials?|auth)=)[^&#\s'\",\]]+", re.I)
+# the former in a text; a password may hold any character but those that end the address
+_QUOTED = re.compile(r"//[^\s'\"]*@")
+# shorter values of environment variables (an empty or a dummy one) would be found in harmless text
+_SECRET_LENGTH = 8
+
+
+def without_secrets(message: str) -> str:
+    """A message without the user names, passwords and tokens in the addresses that it quotes."""
+    return _ARGUMENT.sub(r"\1***", _QUOTED.sub("//***@", message))
+
+
+def refuse_secrets(value: Any, key: str) -> None:
+    """Raises ValueError, without the value in its message, where a secret would be saved in config.yaml.
+
+    A secret gets into a configuration e.g. by `${oc.env:HF_TOKEN}`, or with the address of a server. Names of the
+    user's own, such as files in `data.train`, are looked at, too.
+    """
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(name, str):
+                refuse_secrets(name, f"a key of {key}" if key else "a key")
+            refuse_secrets(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, str) and _is_address_with_secret(value):
+        raise ValueError(
+            f"{key} holds an address with a user name, a password or a token (not shown); expected an address alone, "
+            "because the configuration is saved with the run: leave it out; the token of a server is in the file that "
+            "rollout.vllm.token_file or teacher.vllm.token_file names (docs/security.md)"
+        )
+    elif isinstance(value, str):
+        secrets = [
+            n for n, v in os.environ.items() if _SECRET_VARIABLE.search(n) and len(v) >= _SECRET_LENGTH and v in value
+        ]
+        if secrets or _SECRET_VALUE.search(value):
+            what = f"the value of the environment variable {secrets[0]}" if secrets else "what looks like an access key"
+            raise ValueError(
+                f"{key} holds {what} (not shown); expected no secrets, because the configuration is saved with the "
+                "run: remove it, programs read it from the environment"
+            )
+
+
+def _is_address_with_secret(value: str) -> bool:
+    # a password with a slash, which no address may hold as it stands, is one all the same
+    in_url = re.match(r"\s*https?:.*@", value, re.I) is not None
+    return in_url or _BEFORE_HOST.search(value) is not None or _ARGUMENT.search(value) is not None
+
 
 _UNKNOWN = "unexpected_keyword_argument"
 # errors that say what a value is not; all others are about values of the right type

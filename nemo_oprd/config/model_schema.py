@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_oprd.config.server_schema import TeacherServerConfig
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.config.rollout_schema import TeacherServerConfig
 from nemo_oprd.config.teacher_kinds import TeacherEngine, TeacherWeights
 from nemo_oprd.config.types import (
     STRICT,
@@ -21,7 +22,6 @@ from nemo_oprd.config.types import (
     PositiveInt,
     Size,
 )
-from nemo_oprd.layout import Layout
 from nemo_oprd.losses.import_path import is_import_path
 
 

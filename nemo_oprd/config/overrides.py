@@ -7,7 +7,8 @@ stands, so that paths need no quotes. Values in lists, and the values of other k
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -97,3 +98,26 @@ def _what_is_wrong(key: str, value: str) -> str:
         "is not a value that can be read; expected a number, a list [a,b] or a group {a:1,b:2}: write texts with other "
         """characters than letters, digits and /-.:_ in quotes inside the shell's, such as "['~/a','b c']\""""
     )
+
+
+# Nested groups of values, as launchers have them -> KEY=VALUE as Hydra's command line has them.
+
+
+def as_overrides(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The leaves of nested groups as KEY=VALUE in Hydra's syntax. An empty group sets nothing."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from as_overrides(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    """A value in Hydra's syntax. Launchers leave true, false and null on their command line as text."""
+    if isinstance(value, str) and value.lower() not in ("true", "false", "null"):
+        return quoted(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower()

@@ -2,7 +2,7 @@
 
 Every key has its rule at its field in the schema: `Free`, `Learned` or `Fixed` (`types.py`). Two of the learned keys
 need leave only where something depends on them, see `_matters`. Compares configurations only: that a model is the same
-in another place is found out in `setup/resume.py`.
+in another place is found out in `run/resume.py`.
 """
 
 from __future__ import annotations

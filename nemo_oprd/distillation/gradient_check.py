@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.step import StepResult

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from megatron.core.utils import make_viewless_tensor
 
-from nemo_oprd.losses.chunk_sizes import ROW_CHUNK
+from nemo_oprd.losses.registry import ROW_CHUNK
 
 # (float32 [m, D]: some rows of the hidden state; their slice of the n rows) -> the weighted loss of the rows, a scalar
 RowsToLoss = Callable[[torch.Tensor, slice], torch.Tensor]

@@ -1,7 +1,7 @@
 """The student's observer: computes each supervised layer's loss on the stage of the layer and injects its gradient.
 
-What it measures is summed by name over the microbatches and ranks of an update (`named_sums.py`); the functions at the
-end of this module turn the sums into metrics. A metric per layer is one entry of `LAYER_METRICS`.
+What it measures is summed by name over the microbatches and ranks of an update (`step_metrics.py`); the functions at
+the end of this module turn the sums into metrics. A metric per layer is one entry of `LAYER_METRICS`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from nemo_oprd.batch.position_bins import PROFILE_BINS, profile_bins, row_bins
-from nemo_oprd.batch.token_table import TokenTable
+from nemo_oprd.batch.token_table import PROFILE_BINS, TokenTable, profile_bins, row_bins
 from nemo_oprd.distillation.gradient_injection import Parameters, inject_gradient, row_chunks
 from nemo_oprd.distillation.metrics.token_metrics import LayerTokens
 from nemo_oprd.distillation.output_head import OutputHeadLoss

@@ -8,16 +8,16 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from nemo_oprd.batch.layout import Coordinates
 from nemo_oprd.batch.plan import LocalRows, StepPlan
-from nemo_oprd.batch.position_bins import profile_bins
+from nemo_oprd.batch.token_table import profile_bins
 from nemo_oprd.batch.types import Rollout, TeacherTargets
 from nemo_oprd.distillation.hidden_state_loss import LayerTarget
 from nemo_oprd.distillation.metrics.token_metrics import LayerTokens, TokenSlots
 from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.output_head import OutputHeadLoss, final_state_rows, vocab_shard
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.layout import Coordinates
-from nemo_oprd.models.megatron.parallel import on_device
+from nemo_oprd.megatron.parallel import on_device
 
 
 @dataclass(frozen=True)

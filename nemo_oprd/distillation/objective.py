@@ -16,15 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nemo_oprd.batch.position_bins import row_bins
-from nemo_oprd.batch.token_table import TokenTable, make_rows
+from nemo_oprd.batch.token_table import TokenTable, make_rows, row_bins
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.artifact import open_bridge
-from nemo_oprd.bridge.full_width import FULL_WIDTH, full_width_bridge
-from nemo_oprd.bridge.maps import Bridge, CapturePoint, ModelIdentity
+from nemo_oprd.bridge.maps import FULL_WIDTH, Bridge, CapturePoint, ModelIdentity, full_width_bridge
 from nemo_oprd.config.schema import Config, RepresentationLossConfig, TeacherSource
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss

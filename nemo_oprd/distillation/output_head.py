@@ -19,19 +19,18 @@ from megatron.core.utils import make_viewless_tensor
 
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.plan import LocalRows
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, OUTPUT_METRICS, output_values
 from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
 from nemo_oprd.losses.chunked import OutputSums, Teacher, TeacherStates, chunked_output_loss, output_metrics
 from nemo_oprd.losses.divergences import SUPPORT_METRICS
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.optimizer import main_gradient
+from nemo_oprd.megatron.parallel import Role, device, on_device
+from nemo_oprd.megatron.weights.hf import ServedHead, TensorReader
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.megatron.model import DistillingModel
-from nemo_oprd.models.megatron.optimizer import main_gradient
-from nemo_oprd.models.megatron.parallel import Role, device, on_device
-from nemo_oprd.models.weights.hf import TensorReader
-from nemo_oprd.models.weights.served_head import ServedHead
 
 # metric of `OutputRows` -> name of its mean over rows in metrics.jsonl; "" for one that is only part of other metrics
 ROW_METRICS = {

@@ -31,16 +31,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.batch.layout import Coordinates
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.gradient_injection import inject_gradient
 from nemo_oprd.distillation.objective import StepObjective
-from nemo_oprd.layout import Coordinates
+from nemo_oprd.megatron.experts import probabilities
+from nemo_oprd.megatron.parallel import Role, device, on_device
+from nemo_oprd.megatron.router_replay import Routes
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.megatron.experts import probabilities
-from nemo_oprd.models.megatron.parallel import Role, device, on_device
-from nemo_oprd.models.megatron.router_replay import Routes
 
 
 @dataclass(frozen=True)

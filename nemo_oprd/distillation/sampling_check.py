@@ -17,17 +17,16 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.packing import make_packs
 from nemo_oprd.batch.plan import BatchPlan
-from nemo_oprd.batch.position_bins import sums_of_first
-from nemo_oprd.batch.token_table import TokenTable
+from nemo_oprd.batch.token_table import TokenTable, sums_of_first
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.losses.top_p import sampling_logprob
-from nemo_oprd.models.megatron.parallel import device, on_device
-from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
+from nemo_oprd.megatron.parallel import device, on_device
+from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 
 # first number of the key that draws the tokens, so that it never meets the key of a sampling
 _CHECK_STREAM = 3

@@ -28,9 +28,9 @@ from nemo_oprd.distillation.router_losses import RouterMicrobatch, count_choices
 from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.trained_projectors import projectors_of, student_projection
-from nemo_oprd.models.megatron.parallel import device
-from nemo_oprd.models.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
-from nemo_oprd.models.megatron.router_replay import Routes
+from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.pipeline_schedule import Microbatch, make_microbatch, run_schedule
+from nemo_oprd.megatron.router_replay import Routes
 
 # Per microbatch of a batch, the log-probabilities [n] of the output loss's tokens, and those among the ids that can be
 # sampled (None without a correction); None on ranks without these rows.

@@ -20,17 +20,16 @@ from nemo_oprd.config.schema import Config, StudentConfig
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.distillation.adaptive_weights import AdaptiveWeights
 from nemo_oprd.distillation.capture import HiddenStateCapture
-from nemo_oprd.distillation.ema_teacher import EmaTeacher
 from nemo_oprd.distillation.metrics.step_metrics import StepMetrics
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective, StepObjective
 from nemo_oprd.distillation.output_head import load_teacher_head
+from nemo_oprd.distillation.teacher import EmaTeacher
 from nemo_oprd.distillation.trained_projectors import attach_projectors
 from nemo_oprd.losses.vocab_parallel import OutputHead
-from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.megatron.kernels import accumulate_in_products, chosen_kernels
-from nemo_oprd.models.megatron.model import DistillingModel, build_chunks, layer_backend
-from nemo_oprd.models.megatron.optimizer import (
+from nemo_oprd.megatron.kernels import accumulate_in_products, chosen_kernels
+from nemo_oprd.megatron.model import DistillingModel, build_chunks, layer_backend
+from nemo_oprd.megatron.optimizer import (
     freeze_unreached,
     join_optimizer_creation,
     learning_rate,
@@ -40,11 +39,12 @@ from nemo_oprd.models.megatron.optimizer import (
     step_clipped,
     wrap_ddp,
 )
-from nemo_oprd.models.megatron.parallel import Role, on_device
-from nemo_oprd.models.megatron.param_names import named_parameters
-from nemo_oprd.models.megatron.partial_training import PartialTraining
-from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
-from nemo_oprd.models.weights.hf import TensorReader, gather_hf, load_hf
+from nemo_oprd.megatron.parallel import Role, on_device
+from nemo_oprd.megatron.param_names import named_parameters
+from nemo_oprd.megatron.partial_training import PartialTraining
+from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
+from nemo_oprd.megatron.weights.hf import TensorReader, gather_hf, load_hf
+from nemo_oprd.models import ModelSpec
 
 # builds this rank's chunks of a model: `build_chunks`, or a function with its parameters
 ChunkBuilder: TypeAlias = Callable[..., list[DistillingModel]]

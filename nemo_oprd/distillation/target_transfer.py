@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.batch.layout import Coordinates
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.config.memory_bounds import LAYERS_AT_A_TIME_BYTES
-from nemo_oprd.layout import Coordinates
-from nemo_oprd.models.megatron.parallel import Role, device, on_device
+from nemo_oprd.megatron.parallel import Role, device, on_device
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.bridge.covariance import LayerPair
-from nemo_oprd.bridge.full_width import draw_projector
-from nemo_oprd.bridge.maps import Bridge, apply_projector
+from nemo_oprd.bridge.maps import Bridge, apply_projector, draw_projector
 from nemo_oprd.distillation.objective import Objective
-from nemo_oprd.models.megatron.model import DistillingModel
-from nemo_oprd.models.megatron.parallel import Role, device
-from nemo_oprd.models.weights.hf import broadcast_from_stage
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.weights.hf import broadcast_from_stage
 
 PARTS = ("student_projector", "student_bias")  # fields of `LayerBridge`
 

@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, say_suffix
 from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
+from nemo_oprd.data.template_use import template_notes
 from nemo_oprd.data.text import with_suffix
-from nemo_oprd.data.tokenization.template_use import template_notes
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.evaluation.files import FACTS
+from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.evaluation.generations import Generations, SetKey, digest
 from nemo_oprd.evaluation.grading.grade_sets import GradedSet, finish, grade_set
 from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.evaluation.intervals import scalars
-from nemo_oprd.evaluation.progress import Progress
-from nemo_oprd.evaluation.responses import response_of
-from nemo_oprd.models.megatron.parallel import first_ranks
+from nemo_oprd.evaluation.responses import FACTS, response_of
+from nemo_oprd.megatron.parallel import first_ranks
 from nemo_oprd.rollout.beside import Beside
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
-from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
+from nemo_oprd.rollout.exchange import first_ranks_rollouts
+from nemo_oprd.runtime.messages import hours_minutes_seconds
+
+# A line on the first rank every some seconds while an evaluation samples: responses done of all, and the time left.
+
 
 logger = logging.getLogger(__name__)
+
+EVERY_S = 15.0
+
+_numbers = itertools.count(1)
+
+
+class Progress:
+    """Counts the complete responses of all ranks in the job's key-value store; every rank makes one at the same time.
+
+    The first rank logs when responses of its own are complete, so a rank that samples nothing logs nothing.
+
+    Args:
+        label: what is sampled.
+        done: responses that were there at the start, of `total`.
+    """
+
+    def __init__(self, label: str, done: int, total: int) -> None:
+        self._label, self._done, self._total = label, done, total
+        # a connection of its own: while one waits, other users of it get no answer
+        self._store: Any = _get_default_store().clone()  # type: ignore[attr-defined]
+        self._key = f"nemo_oprd/evaluation/{next(_numbers)}"
+        self._started = self._printed = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Adds responses of this rank, from any thread."""
+        new, now = self._store.add(self._key, count), time.monotonic()
+        if dist.get_rank() == 0 and new and now - self._printed >= EVERY_S:
+            self._printed = now
+            done = min(self._done + new, self._total)
+            left = hours_minutes_seconds((now - self._started) / new * (self._total - done))
+            logger.info(f"evaluating {self._label}: {done}/{self._total} responses  left {left}")
+
+    def close(self) -> None:
+        """Forgets the count, after the sampling of all ranks."""
+        if dist.get_rank() == 0:
+            self._store.delete_key(self._key)
 
 
 class Evaluator:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.evaluation.files import (
+from nemo_oprd.evaluation.responses import (
     ABOUT,
     DIFFERENCES,
     DISAGREEMENTS,

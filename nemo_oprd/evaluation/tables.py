@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.evaluation.files import METRICS
 from nemo_oprd.evaluation.grading.grade_sets import compare, read_graded
-from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference
-from nemo_oprd.evaluation.set_metrics import order_of, repeated
+from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference, order_of, repeated
+from nemo_oprd.evaluation.responses import METRICS
 
 EVALUATIONS = "evaluations"  # of a run: one directory per evaluation
 _COMPARED = ("avg", "best", "pass", "maj")  # prefixes: avg_len, too

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.losses.chunk_sizes import SLAB
+from nemo_oprd.losses.registry import SLAB
 
 # (first id, end) of runs of ids, ascending
 Ranges: TypeAlias = "tuple[tuple[int, int], ...]"

@@ -1,8 +1,8 @@
 """Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
 
 `read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md). Families
-that only Megatron-Bridge has are given by the caller (`find_family` in `models/megatron_bridge/provider.py`). A model's
-family is in its `ModelSpec`.
+that only Megatron-Bridge has are given by the caller (`find_family` in `run/provider.py`). A
+model's family is in its `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nemo_oprd.models.architecture import Family, ModelSpec, check_counts, check_same_width, refuse_unknown_code
-from nemo_oprd.models.families.llama import LLAMA
-from nemo_oprd.models.families.moe import MIXTRAL, QWEN3_MOE
-from nemo_oprd.models.families.phi3 import PHI3
-from nemo_oprd.models.families.qwen import QWEN2, QWEN3
+from nemo_oprd.models.complete_config import language_model_config
+from nemo_oprd.models.families import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized
-from nemo_oprd.models.text_tower import language_model_config
 from nemo_oprd.models.weight_files import refuse_adapter
 from nemo_oprd.runtime.files import kind_of, read_json
 

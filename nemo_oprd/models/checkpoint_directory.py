@@ -1,7 +1,7 @@
 """Checks of a torch_dist checkpoint's directory that do not need torch, and the place of its config.json.
 
 A checkpoint is one directory, or it is the one that the tracker file of a directory of checkpoints names, as training
-runs and Megatron-Bridge write them. `models/weights/torch_dist.py` reads the tensors. Megatron-core can read
+runs and Megatron-Bridge write them. `megatron/weights/torch_dist.py` reads the tensors. Megatron-core can read
 metadata.json, too, but importing it takes seconds, and a wrong path is reported before that.
 """
 

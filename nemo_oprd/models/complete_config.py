@@ -4,6 +4,59 @@ from __future__ import annotations
 
 from typing import Any
 
+# The language model inside a checkpoint of a model for text and pictures: its config, and its tensors' names.
+#
+# Qwen3.5 is published so. Students and teachers of text are made of the language model alone: the vision tower and the
+# layers for multi-token prediction are left out, as transformers does when it loads such a checkpoint as a causal
+# language model. What is exported is a language model by itself.
+
+
+# model_type of the whole -> architecture of the language model
+_ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+# keys that the whole has for its language model
+_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "auto_map")
+# where the language model's own differ, they count
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_PREFIX, _INNER = "model.", "model.language_model."
+# the names of tensors that are left out begin so
+LEFT_OUT = ("model.visual.", "mtp.")
+
+
+def language_model_config(hf_config: dict, source: str) -> dict:
+    """The config of the language model in a config.json; another model's config is returned as it is.
+
+    Raises:
+        ValueError: there is no language model in it, or the two configs contradict each other.
+    """
+    architecture = language_model_architecture(hf_config)
+    if architecture is None:
+        return hf_config
+    text = hf_config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"{source}: text_config={text!r}; expected the language model's config: copy the file again")
+    for key in _SHARED:
+        if key in text and key in hf_config and text[key] != hf_config[key]:
+            raise ValueError(
+                f"{source}: {key}={hf_config[key]!r}, but {text[key]!r} in text_config; expected one value: correct it "
+                "as in the model's source"
+            )
+    shared = {key: hf_config[key] for key in (*_SHARED, *_IDS) if key in hf_config}
+    return {**shared, **text, "architectures": [architecture]}
+
+
+def language_model_architecture(hf_config: dict) -> str | None:
+    """The architecture of the language model in a config.json of a model for text and pictures; None for others."""
+    return _ARCHITECTURES.get(str(hf_config.get("model_type")))
+
+
+def name_in_language_model(name: str) -> str:
+    """A tensor's name in a checkpoint of the whole -> its name in the language model; others are returned as they are.
+
+    >>> name_in_language_model("model.language_model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    return _PREFIX + name.removeprefix(_INNER) if name.startswith(_INNER) else name
+
 
 def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
     """The config of a model, of its language model if it has parts, with transformers' defaults filled in.

@@ -13,7 +13,7 @@ import torch
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.data.conversation import Message, Tool
-from nemo_oprd.models.weights.hf import TensorReader
+from nemo_oprd.megatron.weights.hf import TensorReader
 
 # makes the stream of (HF name, whole tensor) of a model, each tensor once; see `RolloutEngine.update_weights`
 WeightStream: TypeAlias = Callable[[], Iterable[tuple[str, torch.Tensor]]]

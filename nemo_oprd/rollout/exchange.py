@@ -22,13 +22,14 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.models.megatron.parallel import everyones, host_group
+from nemo_oprd.batch.types import TOKEN_FIELDS, Rollout
+from nemo_oprd.megatron.parallel import everyones, first_ranks, host_group
 from nemo_oprd.runtime.signals import agree
 
 logger = logging.getLogger(__name__)
@@ -312,3 +313,20 @@ def _check(problems: Iterable[str | None]) -> None:
     problem = next((found for found in problems if found is not None), None)
     if problem is not None:
         raise ValueError(problem)
+
+
+# Rollouts that the first rank has read from a file -> every rank.
+
+
+_ARRAYS = {*TOKEN_FIELDS, "weight_versions", "expert_routes"}
+
+
+def first_ranks_rollouts(rollouts: dict[int, Rollout]) -> dict[int, Rollout]:
+    """What the world's first rank gave, on every rank; the values of the others do not count. Every rank calls this."""
+    own = rollouts if dist.get_rank() == 0 else {}
+    plain: dict[int, dict[str, Any]] = {
+        i: {name: value for name, value in vars(own[i]).items() if name not in _ARRAYS} for i in own
+    }
+    arrays = {i: {name: vars(own[i])[name] for name in _ARRAYS if vars(own[i])[name] is not None} for i in own}
+    told, shared = first_ranks(plain), Exchange().share(arrays)
+    return {i: Rollout(**(fields | shared[i])) for i, fields in told.items()}

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.router_replay import Routes
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.megatron.model import DistillingModel
-from nemo_oprd.models.megatron.router_replay import Routes
 
 
 @dataclass

@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from nemo_oprd.batch import weight_spans
+from nemo_oprd.batch import types
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
+from nemo_oprd.megatron.weights.hf import TensorReader
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.weights.hf import TensorReader
 from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, Weights, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
@@ -38,7 +38,7 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
         for i, rollout in enumerate(rollouts):
             record = {name: _plain(value) for name, value in vars(rollout).items() if value is not None}
             if rollout.weight_versions is not None:
-                record |= weight_spans.as_json(rollout.weight_versions)
+                record |= types.as_json(rollout.weight_versions)
             yield record | {name: values[i] for name, values in columns.items()}
 
     write_json_lines(path, records())
@@ -223,14 +223,14 @@ def _spans(record: dict[str, Any], where: str) -> np.ndarray | None:
                 f"{where}: weight_version={str(version)[:60]}; expected a whole number of at least 0, the optimizer "
                 "steps behind the weights that sampled: write it so, or leave it out"
             )
-        return weight_spans.span(version, tokens)
-    spans = weight_spans.from_json(given)
+        return types.span(version, tokens)
+    spans = types.from_json(given)
     if spans is None:
         raise ValueError(
             f"{where}: weight_versions={str(given)[:60]}; expected a list of objects with the whole numbers version, "
             "start and end: write such a list, or leave it out"
         )
-    if (wrong := weight_spans.problem(spans, tokens)) is not None:
+    if (wrong := types.problem(spans, tokens)) is not None:
         raise ValueError(f"{where}: weight_versions holds {wrong}: write them so, or leave weight_versions out")
     return spans
 

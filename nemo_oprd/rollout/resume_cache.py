@@ -19,11 +19,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from nemo_oprd.batch.types import TOKEN_FIELDS, Rollout
-from nemo_oprd.models.megatron.parallel import first_ranks
+from nemo_oprd.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.rollout.sampled_versions import WeightDigests
-from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
-from nemo_oprd.runtime.aside import Aside
+from nemo_oprd.rollout.exchange import first_ranks_rollouts
+from nemo_oprd.rollout.schedule import WeightDigests
+from nemo_oprd.runtime.background import Aside
 from nemo_oprd.runtime.digests import DigestedFile
 from nemo_oprd.runtime.files import replacing
 

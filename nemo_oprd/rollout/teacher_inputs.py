@@ -9,10 +9,9 @@ import numpy as np
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.data.tokenization.align import Alignment, align_batch, check_coverage, coverage_of
-from nemo_oprd.data.tokenization.identity import teacher_eos_id, teacher_prompts
-from nemo_oprd.data.tokenization.token_bytes import byte_table
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.align import Alignment, align_batch, check_coverage, coverage_of
+from nemo_oprd.data.token_bytes import byte_table
+from nemo_oprd.data.tokenizer import Tokenizer, teacher_eos_id, teacher_prompts
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.exchange import Exchange
 

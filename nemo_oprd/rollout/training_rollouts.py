@@ -12,12 +12,11 @@ from typing import NoReturn
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
-from nemo_oprd.models.megatron.parallel import first_ranks
+from nemo_oprd.megatron.parallel import first_ranks
 from nemo_oprd.rollout.beside import EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, RolloutEngine, Ticket
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.sampled_versions import check_versions
-from nemo_oprd.rollout.schedule import Portion, Schedule, ended_on_purpose, training_sampling
+from nemo_oprd.rollout.schedule import Portion, Schedule, check_versions, ended_on_purpose, training_sampling
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs
 
 logger = logging.getLogger(__name__)

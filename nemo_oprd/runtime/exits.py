@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from nemo_oprd.runtime import aside, launcher, messages, waiting, watchdog
+from nemo_oprd.runtime import background, launcher, messages, waiting, watchdog
 from nemo_oprd.runtime.disk import describe, is_about_files, no_space
 from nemo_oprd.runtime.signals import STOPPED_EXIT_CODE, Stopped
 
@@ -41,7 +41,7 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
         _leave()
     except Exception as error:
         code = _report(error)
-        is_idle = aside.leave(aside.LEAVE_S)
+        is_idle = background.leave(background.LEAVE_S)
     except KeyboardInterrupt:
         code = 130
     else:

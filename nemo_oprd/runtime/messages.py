@@ -62,3 +62,10 @@ class _Console(logging.Handler):
 
 def _rank() -> str:
     return os.environ.get("RANK", "0")
+
+
+def hours_minutes_seconds(seconds: float) -> str:
+    """Example: 3725.0 -> "1:02:05"; 65.0 -> "1:05"."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.cli import main
-from nemo_oprd.rollout.in_process import decoding as generation
-from nemo_oprd.rollout.in_process import engine as megatron_engine
+from nemo_oprd.rollout import decoding as generation
+from nemo_oprd.rollout import in_process_engine as megatron_engine
 
 HELD_AFTER = 100
 PATIENCE_S = 300

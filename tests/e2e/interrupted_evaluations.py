@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sigkill import Bench
-from nemo_oprd.rollout.in_process import engine as megatron_engine
+from nemo_oprd.rollout import in_process_engine as megatron_engine
 from nemo_oprd.runtime import exits
 from tests.support.forked_run import RANKS, ForkedRun, metrics
 

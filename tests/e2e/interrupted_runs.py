@@ -16,9 +16,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.sigkill import PHASES, Attempt, Bench, Target
-from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.runtime.signals import Signals
+from nemo_oprd.tools.report.page import write_report
 from tests.support.forked_run import metrics
 
 enter = Signals.__enter__

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nemo_oprd.commands.toy.pair import Recipe, build_pair
+from nemo_oprd.tools.toy.pair import Recipe, build_pair
 
 ROOT = Path(__file__).parent.parent.parent
 TOOLKIT, RUN = ROOT / ".venv-nemo", ROOT / ".venv-nemo-run"

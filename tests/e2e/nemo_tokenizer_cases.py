@@ -13,8 +13,8 @@ from pathlib import Path
 from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 from nemo_tokenizers import EQUAL, REFUSED, TEXT, train_model
 
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.nemo.tokenizers import write_tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
+from nemo_oprd.integrations.tokenizers import write_tokenizer
 
 directory, model = Path(sys.argv[1]), sys.argv[2]
 SPECIAL = {"eos_token": "<|end|>", "bos_token": "<|start|>", "pad_token": "<|pad|>"}

@@ -1,4 +1,4 @@
-"""NeMo's two tokenizers of text, as far as `nemo_oprd.nemo.tokenizers` uses them, for tests without NeMo; and models.
+"""NeMo's two tokenizers of text, as far as `integrations/tokenizers.py` uses them, for tests without NeMo; and models.
 
 `tests/e2e/nemo_tokenizer_cases.py` runs the same cases with NeMo's own classes.
 """

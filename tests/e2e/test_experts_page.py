@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_oprd import cli
-from nemo_oprd.commands.toy import pair
+from nemo_oprd.tools.toy import pair
 
 ROOT = Path(__file__).parent.parent.parent
 LESS = "train.steps=2 train.prompts_per_step=8 evaluation.limit=4 rollout.max_new_tokens=16 train.export_hf=false"

@@ -28,8 +28,8 @@ from benchmarks.gpu_parts.measure import Measured
 from benchmarks.gpu_parts.outcome import Outcome, Settings
 from benchmarks.gpu_parts.registry import PARTS, Part
 from benchmarks.gpu_parts.table import table
-from nemo_oprd.commands.rehearse.places import PACKAGE
-from nemo_oprd.setup.resolve import resolve
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.rehearse.places import PACKAGE
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = ROOT / "benchmarks" / "gpu_check.py"
@@ -402,7 +402,7 @@ def test_an_unknown_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(waits, "is_cuda", lambda: True)
     monkeypatch.setattr("torch.cuda.set_sync_debug_mode", modes.append)
-    known = waiting("distillation/metrics/named_sums.py", "reduced")
+    known = waiting("distillation/metrics/step_metrics.py", "reduced")
     unknown = waiting("losses/planted.py", "per_token")
 
     def step() -> None:
@@ -417,7 +417,7 @@ def test_an_unknown_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.problems == [
         "nemo_oprd/losses/planted.py:2: the host waits 2 times per step: as torch says",
     ]
-    expected = {"nemo_oprd/losses/planted.py:2": 2, "nemo_oprd/distillation/metrics/named_sums.py:2": 1}
+    expected = {"nemo_oprd/losses/planted.py:2": 2, "nemo_oprd/distillation/metrics/step_metrics.py:2": 1}
     assert outcome.numbers["waits"] == expected
 
 

@@ -25,7 +25,7 @@ ENDS_WITHIN_S = 15
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nemo_oprd.commands.toy.pair import make_tiny_pair
+    from nemo_oprd.tools.toy.pair import make_tiny_pair
 
     directory = tmp_path_factory.mktemp("pair") / "toy"
     make_tiny_pair(directory, log=lambda _: None)

@@ -60,8 +60,8 @@ def test_every_configuration_is_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("# My run.\n# In two lines.\nseed: 3\n")
     code = """if True:
         import json, sys, fiddle, nemo_run
-        from nemo_oprd.recipes import nemo_run as recipes
-        factories = nemo_run.cli.list_factories("nemo_oprd.recipes.nemo_run.train")
+        from nemo_oprd.integrations import nemo_run as recipes
+        factories = nemo_run.cli.list_factories("nemo_oprd.integrations.nemo_run.train")
         shipped = {factory.__name__: factory for factory in factories}
         mine = recipes.recipe("mine", sys.argv[1])
         built = fiddle.build(mine()).keywords

@@ -67,7 +67,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def make_project(copy: Path, hidden: int) -> None:
     """A copy of the project with a hardly trained pair of this width in place of the quickstart's."""
-    from nemo_oprd.commands.toy.pair import Recipe, build_pair
+    from nemo_oprd.tools.toy.pair import Recipe, build_pair
 
     patterns = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
 
@@ -127,7 +127,7 @@ def forked(command: str, pools: Pools, project: Path, logs: Path, *more: str) ->
 
 def write_settings(file: Path, hidden: int) -> None:
     """The settings of the quickstart's pair, or of one of another width: the quickstart takes no other pair."""
-    from nemo_oprd.commands.toy.pair import Recipe
+    from nemo_oprd.tools.toy.pair import Recipe
 
     recipe = Recipe(seed=0, steps=400, student_step=None, layers=4, hidden=hidden)
     file.write_text(json.dumps({"settings": recipe.settings()}))
@@ -276,7 +276,7 @@ def test_a_teacher_of_another_width(project: Path, pools: Pools, tmp_path: Path,
     """The page's two commands; with a teacher that reads text, one of another tokenizer, too."""
     from bpe_teacher import make_bpe_teacher
 
-    from nemo_oprd.commands.toy.pair import Recipe, build_pair
+    from nemo_oprd.tools.toy.pair import Recipe, build_pair
 
     teacher, more = tmp_path / "teacher", ["bridge.prompts=32", f"teacher.reads={reads}"]
     if reads == "text":

@@ -15,7 +15,7 @@ from PIL import Image
 from report_runs import make_run
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.report.page import write_report
+from nemo_oprd.tools.report.page import write_report
 
 pytestmark = pytest.mark.chromium
 # elements that draw: not those in <defs>, and not the invisible ones (patches without colour)

@@ -15,10 +15,10 @@ import cluster_stand_ins
 import pytest
 from cluster_stand_ins import CPUS_ON_NODE, Call, calls
 
-from nemo_oprd.commands.plan.estimate import estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.plan.estimate import estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
 from tests.support.recipe_models import OF_MEGATRON_BRIDGE, RANKS, SHAPES
 
 ROOT = Path(__file__).parent.parent.parent

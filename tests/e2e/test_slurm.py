@@ -21,8 +21,8 @@ import pytest
 import slurm_cluster
 import vllm_environment
 
-from nemo_oprd.commands.toy.pair import Recipe, build_pair
 from nemo_oprd.rollout import resume_cache
+from nemo_oprd.tools.toy.pair import Recipe, build_pair
 from tests.support.forked_run import differences
 
 ROOT = Path(__file__).parent.parent.parent

@@ -25,10 +25,10 @@ import vllm_environment
 from default_signals import default_signals
 from safetensors.torch import load_file, save_file
 
-from nemo_oprd.commands.toy import task
-from nemo_oprd.commands.toy.pair import Recipe, build_pair
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.tools.toy import pair as task
+from nemo_oprd.tools.toy.pair import Recipe, build_pair
 from tests.support.wide_vocabulary import add_tokens, make_likely, widen
 
 ROOT = Path(__file__).parent.parent.parent

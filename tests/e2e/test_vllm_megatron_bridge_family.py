@@ -17,7 +17,7 @@ import vllm_environment
 from megatron_bridge_environment import PYTHON, ROOT, make_environment, run
 from safetensors.torch import load_file
 
-from nemo_oprd.commands.toy import task
+from nemo_oprd.tools.toy import pair
 
 pytestmark = [
     pytest.mark.vllm,
@@ -37,15 +37,15 @@ def test_family(tmp_path: Path, case: str) -> None:
     """Also of experts with biases, windows, sinks, two kinds of RoPE in one model, and files in MXFP4."""
     family, _, quantized = case.partition(" ")
     environment = make_environment()
-    sizes = {"family": family, "vocabulary": task.VOCAB_SIZE, "end": task.EOS_ID}
+    sizes = {"family": family, "vocabulary": pair.VOCAB_SIZE, "end": pair.EOS_ID}
     run(environment, 0, "megatron_bridge_family_cases.py", "make_toy_models", directory=str(tmp_path), **sizes)
     if quantized:
         run(environment, 0, "quantized_family_cases.py", "quantize_student", directory=str(tmp_path), family=family)
     for role in ("student", "teacher"):
-        task.write_tokenizer(tmp_path / role)
-    problems = task.disjoint_problems(np.random.default_rng(0), {"train": 32, "heldout": 4})
+        pair.write_tokenizer(tmp_path / role)
+    problems = pair.disjoint_problems(np.random.default_rng(0), {"train": 32, "heldout": 4})
     for name, drawn in problems.items():
-        task.write_prompts(tmp_path / f"{name}.jsonl", drawn)
+        pair.write_prompts(tmp_path / f"{name}.jsonl", drawn)
     models = [
         f"{role}.{key}" for role in ("student", "teacher") for key in (f"hf_path={tmp_path / role}", "provider=bridge")
     ]

@@ -18,20 +18,18 @@ GOLDEN = ROOT / "tests" / "golden"
 # what is not imported, but read or started as a program by its path
 PROGRAMS = {
     "nemo_oprd/evaluation/grading/math_verify_child.py",  # grades answers, in a process that may be killed
-    "nemo_oprd/rollout/vllm/guard.py",  # ends servers when a run dies
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_buckets.py",  # these run in vLLM's environment
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_door.py",
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_files.py",
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_group.py",
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_reload.py",
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_serve.py",
-    "nemo_oprd/rollout/vllm/worker/nemo_oprd_worker.py",
+    "nemo_oprd/vllm/guard.py",  # ends servers when a run dies
+    "nemo_oprd/vllm/worker/nemo_oprd_buckets.py",  # these run in vLLM's environment
+    "nemo_oprd/vllm/worker/nemo_oprd_door.py",
+    "nemo_oprd/vllm/worker/nemo_oprd_files.py",
+    "nemo_oprd/vllm/worker/nemo_oprd_group.py",
+    "nemo_oprd/vllm/worker/nemo_oprd_reload.py",
+    "nemo_oprd/vllm/worker/nemo_oprd_serve.py",
+    "nemo_oprd/vllm/worker/nemo_oprd_worker.py",
 }
-PAGES = {
-    f"nemo_oprd/commands/report/{name}.html.jinja" for name in ("evaluation", "macros", "page", "responses", "runs")
-}
-PAGES |= {"nemo_oprd/commands/report/style.css.jinja"}
-SHIM = {"nemo_oprd/commands/rehearse/shim.cpp"}
+PAGES = {f"nemo_oprd/tools/report/{name}.html.jinja" for name in ("evaluation", "macros", "page", "responses", "runs")}
+PAGES |= {"nemo_oprd/tools/report/style.css.jinja"}
+SHIM = {"nemo_oprd/tools/rehearse/shim.cpp"}
 # runs a command, and checks where its code comes from; the source tree is off the path, on which an editable
 # installation puts it
 STARTED = """
@@ -112,7 +110,7 @@ def test_the_entry_points(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
     assert "nemo-oprd = nemo_oprd.cli:main" in archive.read(name).decode()
-    assert "oprd = nemo_oprd.recipes.nemo_run" in archive.read(name).decode()
+    assert "oprd = nemo_oprd.integrations.nemo_run" in archive.read(name).decode()
 
 
 def test_plan_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file
 from vllm_environment import make_model
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
-from nemo_oprd.layout import Layout
+from nemo_oprd.data.token_ids import TokenIds
+from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, RolloutEngine, SamplingParams
-from nemo_oprd.rollout.engine_kinds import make_engine
+from nemo_oprd.run.engine_kinds import make_engine
 
 UPDATES = 3
 EOS = (7, 11)

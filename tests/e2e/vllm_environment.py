@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.rollout.vllm.launch import DEFAULT_PYTHON
+from nemo_oprd.vllm.launch import DEFAULT_PYTHON
 
 # vLLM's attention on CPU needs heads of 32 at least
 SIZES: dict[str, Any] = {

@@ -13,10 +13,10 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.cli import main
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.stream_rollouts import StreamSampler
-from nemo_oprd.rollout.vllm import client_process, server
-from nemo_oprd.rollout.vllm.client import Client
-from nemo_oprd.rollout.vllm.tasks import Task
-from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
+from nemo_oprd.vllm import client_process, server
+from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.client_process import Task
+from nemo_oprd.vllm.weight_push import UpdateCalls
 
 
 def another_temperature() -> None:

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.layout import Layout
-from nemo_oprd.models.megatron.parallel import init_distributed
+from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.rollout.vllm import guard
-from nemo_oprd.rollout.vllm.sampling import GENERATE
-from nemo_oprd.rollout.vllm.server import LocalServer
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, Ask
-from nemo_oprd.teacher_servers.canary import Canary
-from nemo_oprd.teacher_servers.servers import TeacherServers
-from nemo_oprd.teacher_servers.wanted import Answer, Request
+from nemo_oprd.vllm import guard
+from nemo_oprd.vllm.sampling import GENERATE
+from nemo_oprd.vllm.server import LocalServer
+from nemo_oprd.vllm.teacher_canary import Canary
+from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_servers import TeacherServers
+from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, Ask
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 4,

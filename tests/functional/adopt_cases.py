@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from stock_models import GOLDEN, megatron_groups, stock_model, wrapped
 
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
 
 # padding to a multiple of 4 lets two context ranks and two sequence-parallel ranks divide a sequence
 LENGTH = 28
@@ -22,8 +22,8 @@ def golden_batches(layout: Layout, loss: Any, size: int, *, packed: bool) -> lis
     """(Tokens, weights) of this rank's microbatches of `size` responses; packed ones are [1, size * S]."""
     from megatron.core import parallel_state
 
-    from nemo_oprd.models.megatron.versions import batch_on_this_cp_rank
-    from nemo_oprd.nemo import row_weights
+    from nemo_oprd.integrations.hidden_states import row_weights
+    from nemo_oprd.megatron.versions import batch_on_this_cp_rank
     from nemo_oprd.rollout.replay import read_rollouts
 
     rollouts = read_rollouts(str(GOLDEN / "rollouts.jsonl"), 61)
@@ -45,7 +45,7 @@ def packed_forward_step(size: int) -> Callable[[Any, Any], Any]:
     """A forward step of packed microbatches of `size` sequences, for attention that reads cumulative lengths."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from nemo_oprd.nemo import observed, zero_loss
+    from nemo_oprd.integrations.hidden_states import observed, zero_loss
 
     def forward_step(microbatches: Iterator[Any], model: Any) -> Any:
         tokens, observer = next(microbatches)
@@ -60,8 +60,8 @@ def packed_forward_step(size: int) -> Callable[[Any, Any], Any]:
 
 def gathered_gradients(chunks: list[Any], layout: Layout) -> dict[str, torch.Tensor]:
     """HF name -> whole gradient, of the ranks with data and context coordinate 0."""
+    from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.param_names import mappings_by_name, named_parameters
 
     spec = read_model_spec(GOLDEN / "student")
     mine = {name: parameter.main_grad for name, parameter in named_parameters(chunks).items()}
@@ -99,7 +99,7 @@ def golden_gradients(
         unchecked: leaves out the check of `finish`.
     """
     from examples import adopt_in_your_script as example
-    from nemo_oprd.nemo import HiddenStateDistillation, RepresentationLossConfig, adopt, observed
+    from nemo_oprd.integrations.hidden_states import HiddenStateDistillation, RepresentationLossConfig, adopt, observed
 
     sizes, loss = Layout(**layout), RepresentationLossConfig(**options)
     packed = backend == "transformer_engine"
@@ -152,7 +152,7 @@ def losses_of_training(layout: dict[str, Any], steps: int) -> list[float]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from examples import adopt_in_your_script as example
-    from nemo_oprd.nemo import HiddenStateDistillation, RepresentationLossConfig, adopt
+    from nemo_oprd.integrations.hidden_states import HiddenStateDistillation, RepresentationLossConfig, adopt
 
     sizes, loss = Layout(**layout), RepresentationLossConfig(k=4)
     with megatron_groups(sizes):
@@ -177,7 +177,7 @@ def bf16_metrics() -> tuple[dict[str, float], list[str]]:
     from megatron.core.transformer.module import Float16Module
 
     from examples import adopt_in_your_script as example
-    from nemo_oprd.nemo import HiddenStateDistillation, RepresentationLossConfig, adopt
+    from nemo_oprd.integrations.hidden_states import HiddenStateDistillation, RepresentationLossConfig, adopt
 
     layout, loss, settings = Layout(), RepresentationLossConfig(k=4), {"bf16": True, "params_dtype": torch.bfloat16}
     with megatron_groups(layout):
@@ -194,7 +194,7 @@ def bf16_metrics() -> tuple[dict[str, float], list[str]]:
 
 def logits_before_and_after() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of a stock model, of the adopted model without an observer, and with one that observes nothing."""
-    from nemo_oprd.nemo import adopt, observed
+    from nemo_oprd.integrations.hidden_states import adopt, observed
 
     with megatron_groups(Layout()), torch.no_grad():
         (model,) = stock_model("student", Layout())
@@ -209,8 +209,8 @@ def logits_before_and_after() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def scaled_rope(scaling: dict[str, Any], other: dict[str, Any]) -> tuple[torch.Tensor, str]:
     """Logits [1, 60, V] of an adopted stock model with this rope_scaling, and the refusal of another one."""
-    from nemo_oprd.models.megatron.refusals import check_rope
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
+    from nemo_oprd.megatron.refusals import check_rope
 
     hf_config = json.loads((GOLDEN / "student" / "config.json").read_text())
     with megatron_groups(Layout()), torch.no_grad():
@@ -227,7 +227,7 @@ def scaled_rope(scaling: dict[str, Any], other: dict[str, Any]) -> tuple[torch.T
 
 def targets_need_gradients() -> list[bool]:
     """Whether captured states require gradients, after a forward pass of a trainable model with gradients enabled."""
-    from nemo_oprd.nemo import HiddenStateDistillation, adopt, observed
+    from nemo_oprd.integrations.hidden_states import HiddenStateDistillation, adopt, observed
 
     with megatron_groups(Layout()):
         (model,) = adopt(stock_model("student", Layout()))

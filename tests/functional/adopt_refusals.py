@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from stock_models import GOLDEN, megatron_groups, stock_model
 
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
 
 
 def refusal(what: str, name: str = "student", trained: bool = True, **changes: Any) -> str:
@@ -33,41 +33,41 @@ def refusal(what: str, name: str = "student", trained: bool = True, **changes: A
 
 
 def _refuse_adopt(model: Any) -> None:
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     adopt([model])
 
 
 def _refuse_adopt_module(model: Any) -> None:
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     adopt(model)
 
 
 def _refuse_adopt_other_model(model: Any) -> None:
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     adopt([model.output_layer])
 
 
 def _refuse_adopt_own_model(model: Any) -> None:
+    from nemo_oprd.integrations.hidden_states import adopt
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.parallel import make_role
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.model import build_chunks
-    from nemo_oprd.models.megatron.parallel import make_role
-    from nemo_oprd.nemo import adopt
 
     adopt(build_chunks(read_model_spec(GOLDEN / "student"), make_role("student", Layout()), torch.float32))
 
 
 def _refuse_layer(model: Any) -> None:
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     model.decoder.layers[1] = torch.nn.Identity()
     adopt([model])
 
 
 def _refuse_rope_base(model: Any) -> None:
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     adopt([model], hf_config=GOLDEN / "student")
 
@@ -75,8 +75,8 @@ def _refuse_rope_base(model: Any) -> None:
 def _refuse_rope_scaling(model: Any) -> None:
     import json
 
-    from nemo_oprd.models.megatron.refusals import check_rope
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
+    from nemo_oprd.megatron.refusals import check_rope
 
     hf_config = json.loads((GOLDEN / "student" / "config.json").read_text())
     check_rope(model, hf_config)  # equal as it is
@@ -86,7 +86,7 @@ def _refuse_rope_scaling(model: Any) -> None:
 
 
 def _refuse_rope_position_embedding(model: Any) -> None:
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     del model.rotary_pos_emb
     model.position_embedding_type = "learned_absolute"
@@ -94,20 +94,20 @@ def _refuse_rope_position_embedding(model: Any) -> None:
 
 
 def _refuse_schedule_plan(model: Any) -> None:
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     adopt([model])
     model.build_schedule_plan(torch.zeros(1, 4), None, None)
 
 
 def _refuse_unadopted(model: Any) -> None:
-    from nemo_oprd.nemo import HiddenStateDistillation
+    from nemo_oprd.integrations.hidden_states import HiddenStateDistillation
 
     HiddenStateDistillation([model], [model])
 
 
 def _distillation(model: Any, **loss: Any) -> Any:
-    from nemo_oprd.nemo import HiddenStateDistillation, RepresentationLossConfig, adopt
+    from nemo_oprd.integrations.hidden_states import HiddenStateDistillation, RepresentationLossConfig, adopt
 
     (teacher,) = stock_model("teacher", Layout())
     teacher.requires_grad_(False)
@@ -150,7 +150,7 @@ def rescaled_by_ddp(**ddp: Any) -> None:
     """A model whose DDP rescales or averages gradients; its config says by now that it does not."""
     from stock_models import wrapped
 
-    from nemo_oprd.nemo import adopt
+    from nemo_oprd.integrations.hidden_states import adopt
 
     layout = Layout(data=2)
     with megatron_groups(layout):
@@ -163,7 +163,7 @@ def rescaled_by_ddp(**ddp: Any) -> None:
 
 def target_on_another_stage() -> None:
     """A teacher whose layers are split over two stages in another way than the student's."""
-    from nemo_oprd.nemo import HiddenStateDistillation, adopt
+    from nemo_oprd.integrations.hidden_states import HiddenStateDistillation, adopt
 
     layout = Layout(pipeline=2)
     with megatron_groups(layout):

@@ -7,7 +7,7 @@ import torch
 from golden_runs import EXPECTED, GOLDEN, TOLERANCE
 from safetensors.torch import load_file
 
-from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.distillation.reference import agreement
 
 # cases that differ in what a layout could break: rows, the state of the last layer, and the size of gradients
 EVERYWHERE = ("mse_all_last_k", "no_final_norm", "normalized_sum", "predicting")

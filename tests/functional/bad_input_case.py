@@ -30,7 +30,7 @@ class Place:
     def make(self) -> None:
         """Writes the good inputs."""
         from checkpoint_tools._convert import hf_to_megatron
-        from nemo_oprd.commands.toy.task import write_tokenizer
+        from nemo_oprd.tools.toy.pair import write_tokenizer
 
         for role in ("student", "teacher"):
             shutil.copytree(GOLDEN / role, self.root / role)

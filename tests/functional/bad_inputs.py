@@ -78,11 +78,11 @@ def run(case: Case, place: Place) -> tuple[int | None, str, str]:
     out, err = io.StringIO(), io.StringIO()
     status: Any = None
     expensive = [
-        "nemo_oprd.setup.models.init_distributed",
-        "nemo_oprd.commands.evaluate.student.init_distributed",
-        "nemo_oprd.setup.models.build_chunks",
+        "nemo_oprd.run.models.init_distributed",
+        "nemo_oprd.run.evaluate.init_distributed",
+        "nemo_oprd.run.models.build_chunks",
         "nemo_oprd.distillation.student.build_chunks",
-        "nemo_oprd.rollout.in_process.engine.build_chunks",
+        "nemo_oprd.rollout.in_process_engine.build_chunks",
     ]
     with contextlib.ExitStack() as stack:
         for target in expensive:

@@ -68,7 +68,7 @@ def reduced(split: str, capacity: int) -> dict[str, Any]:
     """The summary after merging, which must be equal on all ranks."""
     import torch.distributed as dist
 
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     statistics = collect(split, capacity, dist.get_rank(), dist.get_world_size())
@@ -84,7 +84,7 @@ def reduced(split: str, capacity: int) -> dict[str, Any]:
 
 def fed_twice() -> str:
     """Two ranks that hold copies of the same rows, as under plain tensor parallelism, both feed them."""
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     statistics = collect("one rank has nothing", 100, 0, 1)
@@ -97,7 +97,7 @@ def fed_twice() -> str:
 
 def nobody_has_rows() -> int:
     """A pair for which no rank was fed anything."""
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     statistics = PairStatistics(LayerPair(1, 2), TEACHER_WIDTH, STUDENT_WIDTH)
@@ -109,7 +109,7 @@ def alone() -> dict[str, Any]:
     """Each rank is a group of its own and holds all rows; merging changes only the order of the sample's slots."""
     import torch.distributed as dist
 
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.plan_table import planned, table
-from nemo_oprd.commands.plan.parameters import model_parameters
+from nemo_oprd.megatron.megatron_bridge.family import bridge_family
 from nemo_oprd.models import read_hf_config, read_model_spec
-from nemo_oprd.models.megatron_bridge.family import bridge_family
+from nemo_oprd.tools.plan.parameters import model_parameters
 from tests.support.recipe_models import OF_MEGATRON_BRIDGE, RECIPES, write_models
 
 ROOT = Path(__file__).parents[2]

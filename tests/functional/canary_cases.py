@@ -20,10 +20,10 @@ def proofs(overrides: list[str], cache: str, plant: str | None = None) -> list[t
         cache: XDG_CACHE_HOME.
         plant: the name of a function below, which changes the student.
     """
-    from nemo_oprd.models.canary.layer_by_layer import layered_states
-    from nemo_oprd.setup import canary
-    from nemo_oprd.setup.models import build_distiller, make_plan, world_size
-    from nemo_oprd.setup.resolve import resolve
+    from nemo_oprd.canary.layer_by_layer import layered_states
+    from nemo_oprd.run import canary
+    from nemo_oprd.run.models import build_distiller, make_plan, world_size
+    from nemo_oprd.run.resolve import resolve
 
     plan = make_plan(resolve(load_config("verify", overrides), world_size()))
     distiller = build_distiller(plan)
@@ -47,8 +47,8 @@ def train(overrides: list[str], cache: str, *, rotated_otherwise: bool) -> tuple
     import cases
     import doctor_cases
 
-    from nemo_oprd.models.canary.layer_by_layer import layered_states
-    from nemo_oprd.setup import canary
+    from nemo_oprd.canary.layer_by_layer import layered_states
+    from nemo_oprd.run import canary
 
     lines = _Lines()
     logging.getLogger("nemo_oprd").addHandler(lines)

@@ -11,7 +11,7 @@ from host_syncs import plain_causal_masks
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.rollout.replay import read_rollouts
-from nemo_oprd.setup.models import distiller_for
+from nemo_oprd.run.models import distiller_for
 from tests.support.live_bytes import LiveBytes
 
 
@@ -97,13 +97,13 @@ def engine_bytes(overrides: list[str], prompt: int, responses: int) -> dict[str,
     """Bytes of the in-process engine's weights, and of the KV cache of its largest batch, on one rank."""
     from unittest import mock
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed
-    from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.rollout import decoding as generation
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.in_process import decoding as generation
-    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+    from nemo_oprd.rollout.in_process_engine import MegatronEngine
 
     init_distributed()
     config = load_config("verify", overrides)

@@ -12,16 +12,17 @@ import numpy as np
 import torch
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 
 
 def run_verify(overrides: list[str]) -> None:
     """The command `nemo-oprd verify`, in this process."""
-    from nemo_oprd.commands.verify.step import verify
-    from nemo_oprd.setup.models import world_size
-    from nemo_oprd.setup.preflight import preflight
+    from nemo_oprd.run.models import world_size
+    from nemo_oprd.run.preflight import preflight
+    from nemo_oprd.run.verify import verify
+    from nemo_oprd.train import accumulate_gradients
 
-    verify(preflight(load_config("verify", overrides), world_size(), "verify"))
+    verify(preflight(load_config("verify", overrides), world_size(), "verify"), accumulate_gradients)
 
 
 def run_train(overrides: list[str], config: str = "verify") -> None:
@@ -47,7 +48,7 @@ def read_for_digests(overrides: list[str]) -> list[str]:
     """Trains; the files of checkpoints that this rank has read for their digests, by their paths in there."""
     from unittest import mock
 
-    from nemo_oprd.checkpointing import directory
+    from nemo_oprd.run import checkpoint_directory
 
     names: list[str] = []
 
@@ -55,8 +56,8 @@ def read_for_digests(overrides: list[str]) -> list[str]:
         names.append(str(file).split("iter_", 1)[1].split("/", 1)[1])
         return sha256_of(file)
 
-    sha256_of = directory.sha256_of
-    with mock.patch.object(directory, "sha256_of", reading):
+    sha256_of = checkpoint_directory.sha256_of
+    with mock.patch.object(checkpoint_directory, "sha256_of", reading):
         run_train(overrides)
     return names
 
@@ -72,9 +73,9 @@ def said_by_train(overrides: list[str]) -> list[str]:
 
 def run_evaluate(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd evaluate`, in this process."""
-    from nemo_oprd.commands.evaluate.student import evaluate
-    from nemo_oprd.setup.models import world_size
-    from nemo_oprd.setup.preflight import preflight_evaluation
+    from nemo_oprd.run.evaluate import evaluate
+    from nemo_oprd.run.models import world_size
+    from nemo_oprd.run.preflight import preflight_evaluation
 
     evaluate(preflight_evaluation(load_config(config, overrides), world_size()))
 
@@ -103,8 +104,8 @@ def generate_logprobs(hf_path: str, prompts: list[list[int]], steps: int) -> tup
     """Sampled ids of each prompt, and the log-probabilities of all ids [steps, V] from which they were sampled."""
     from unittest import mock
 
+    from nemo_oprd.rollout import decoding as generation
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.in_process import decoding as generation
 
     engine = _engine(hf_path, 1, "rollout.max_batch=16")
     engine.eos_ids = ()  # no response ends early, so that all sequences stay in the batch
@@ -125,11 +126,11 @@ def generate_logprobs(hf_path: str, prompts: list[list[int]], steps: int) -> tup
 def _engine(hf_path: str, tensor: int, *overrides: str) -> Any:
     import torch.distributed as dist
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed
-    from nemo_oprd.models.weights.hf import HFCheckpoint
-    from nemo_oprd.rollout.engine_kinds import make_engine
+    from nemo_oprd.run.engine_kinds import make_engine
 
     init_distributed()
     config = load_config("verify", ["student.hf_path=a", "teacher.hf_path=b", f"rollout.tensor={tensor}", *overrides])
@@ -150,8 +151,8 @@ def generate_until_given_up(hf_path: str, tensor: int, prompts: list[list[int]],
 
     import torch.distributed as dist
 
+    from nemo_oprd.rollout import decoding as generation
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
-    from nemo_oprd.rollout.in_process import decoding as generation
 
     engine = _engine(hf_path, tensor, "rollout.max_batch=3")
     requests, sampling = [Request(prompt) for prompt in prompts], SamplingParams(0.0, 1.0, 12, (7, 1, 0))
@@ -199,12 +200,12 @@ def bf16_logits(hf_path: str, hidden: torch.Tensor) -> torch.Tensor:
     """What the engine samples from [B, padded V], for bf16 final hidden states [B, H], at TP over all ranks."""
     import torch.distributed as dist
 
+    from nemo_oprd.batch.layout import Layout
     from nemo_oprd.config.rollout_schema import RolloutConfig
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed
-    from nemo_oprd.models.weights.hf import HFCheckpoint
-    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+    from nemo_oprd.rollout.in_process_engine import MegatronEngine
 
     init_distributed()
     rollout, layout = RolloutConfig(tensor=dist.get_world_size()), Layout(tensor=dist.get_world_size())
@@ -231,7 +232,7 @@ def run_broken_train(overrides: list[str], breakage: str) -> None:
 def check_gradients(overrides: list[str]) -> str:
     """What the gradient check says before training."""
     from nemo_oprd.distillation import gradient_check
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
     from nemo_oprd.train import accumulate_gradients
 
     return gradient_check.check_gradients(distiller_for(load_config("verify", overrides)), accumulate_gradients)
@@ -240,7 +241,7 @@ def check_gradients(overrides: list[str]) -> str:
 def run_with_cuda_graphs(overrides: list[str]) -> None:
     """A step of a model whose Megatron config asks for CUDA graphs."""
     from nemo_oprd.distillation import gradient_check
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
     from nemo_oprd.train import accumulate_gradients
 
     distiller = distiller_for(load_config("verify", [*overrides, "output=unused"]))
@@ -278,9 +279,9 @@ def _with_broken_layer(command: Callable[[list[str]], None], overrides: list[str
 
 def models_and_rollouts(overrides: list[str]) -> tuple[Any, list[Any]]:
     """The models of `verify`, and its recorded rollouts."""
-    from nemo_oprd.setup.data import recorded_rollouts
-    from nemo_oprd.setup.models import build_distiller, make_plan, world_size
-    from nemo_oprd.setup.resolve import resolve
+    from nemo_oprd.run.data import recorded_rollouts
+    from nemo_oprd.run.models import build_distiller, make_plan, world_size
+    from nemo_oprd.run.resolve import resolve
 
     config = load_config("verify", overrides)
     run = resolve(config, world_size())
@@ -301,9 +302,9 @@ def held_targets(overrides: list[str], free: int | None = None) -> int:
     """Bytes of targets that rank 0 held at a time, at most, in one step; `free`: bytes that a rank has free."""
     from unittest import mock
 
-    from nemo_oprd.models.megatron import device_memory
+    from nemo_oprd.megatron import device_memory
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
 
     config = load_config("verify", overrides)
     distiller = distiller_for(config)
@@ -320,7 +321,7 @@ def teacher_weight_bytes(overrides: list[str]) -> dict[str, int]:
 
     from nemo_oprd.distillation import teacher as runner
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
 
     config = load_config("verify", overrides)
     distiller = distiller_for(config)
@@ -354,9 +355,9 @@ def run_train_with_secrets(overrides: list[str], secrets: dict[str, str]) -> Non
 
 def run_fit_bridge(overrides: list[str], config: str = "verify") -> None:
     """The command `nemo-oprd fit-bridge`, in this process."""
-    from nemo_oprd.commands.fit_bridge.fit import fit_bridge
-    from nemo_oprd.setup.models import world_size
-    from nemo_oprd.setup.preflight import preflight
+    from nemo_oprd.run.fit_bridge import fit_bridge
+    from nemo_oprd.run.models import world_size
+    from nemo_oprd.run.preflight import preflight
 
     fit_bridge(preflight(load_config(config, overrides), world_size(), "fit-bridge"))
 
@@ -367,7 +368,7 @@ def pairs_with_moments(overrides: list[str]) -> list[int]:
 
     import torch.distributed as dist
 
-    from nemo_oprd.commands.fit_bridge import fit as fit_bridge
+    from nemo_oprd.run import fit_bridge
 
     made: list[object] = []
 
@@ -389,7 +390,7 @@ def projectors_on_all_ranks(overrides: list[str]) -> list[dict[int, list]]:
 
     from nemo_oprd.distillation.trained_projectors import projectors_of
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
 
     config = load_config("verify", [*overrides, "output=unused"])
     distiller = distiller_for(config)
@@ -442,7 +443,7 @@ def what_teachers_read(overrides: list[str]) -> tuple[list[list[int]], list[int]
 
 def teacher_shares_parameters(overrides: list[str]) -> bool:
     """Whether the teacher's parameters are the student's, all or none of them."""
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
 
     distiller = distiller_for(load_config("verify", overrides))
     mine = {p.data_ptr() for chunk in distiller.student.chunks for p in chunk.parameters()}
@@ -461,7 +462,7 @@ def average_after_update(overrides: list[str]) -> tuple:
     objective, result = accumulate(distiller, rollouts, 0)
     update = distiller.student.optimizer_step(0, objective, result)
     assert update is not None and update.nonfinite_reason is None
-    from nemo_oprd.models.megatron.param_names import named_parameters
+    from nemo_oprd.megatron.param_names import named_parameters
 
     student = named_parameters(distiller.student.chunks)[name].detach().float()
     return start, student, average.average[name].clone()
@@ -471,11 +472,11 @@ def open_weight_readers(overrides: list[str]) -> int:
     """How many readers of weight files are alive in a run that is ready to train."""
     import gc
 
-    from nemo_oprd.models.weights.hf import HFCheckpoint
-    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
-    from nemo_oprd.setup.models import world_size
-    from nemo_oprd.setup.preflight import preflight
-    from nemo_oprd.setup.training import start_training
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
+    from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
+    from nemo_oprd.run.models import world_size
+    from nemo_oprd.run.preflight import preflight
+    from nemo_oprd.run.training import start_training
 
     with start_training(preflight(load_config("verify", overrides), world_size(), "train")):
         gc.collect()
@@ -486,7 +487,7 @@ def load_damaged_checkpoint(overrides: list[str]) -> None:
     """`verify` of a Megatron checkpoint whose norms come back one number short."""
     from unittest import mock
 
-    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
+    from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
 
     whole = MegatronCheckpoint.__getitem__
 
@@ -504,13 +505,13 @@ def resample(overrides: list[str], step: int, checkpoint: str | None) -> list[li
     Returns:
         Per response, its ids.
     """
-    from nemo_oprd.models.weights.hf import HFCheckpoint
-    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
-    from nemo_oprd.rollout.engine_kinds import make_engine
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
+    from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
     from nemo_oprd.rollout.schedule import training_requests, training_sampling
-    from nemo_oprd.setup.data import read_training_data
-    from nemo_oprd.setup.models import RunFiles, world_size
-    from nemo_oprd.setup.preflight import preflight
+    from nemo_oprd.run.data import read_training_data
+    from nemo_oprd.run.engine_kinds import make_engine
+    from nemo_oprd.run.models import RunFiles, world_size
+    from nemo_oprd.run.preflight import preflight
 
     config = load_config("quickstart", overrides)
     spec = preflight(config, world_size(), "train")

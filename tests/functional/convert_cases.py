@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.batch.packing import Pack
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.capture import HiddenStateCapture
-from nemo_oprd.layout import Layout
+from nemo_oprd.megatron.model import DistillingModel, build_chunks
+from nemo_oprd.megatron.parallel import Role, init_distributed, make_role
+from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
+from nemo_oprd.megatron.weights.hf import HFCheckpoint, gather_hf, load_hf
+from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
 from nemo_oprd.models import ModelSpec, read_model_spec
-from nemo_oprd.models.megatron.model import DistillingModel, build_chunks
-from nemo_oprd.models.megatron.parallel import Role, init_distributed, make_role
-from nemo_oprd.models.megatron.pipeline_schedule import make_microbatch, run_schedule
-from nemo_oprd.models.weights.hf import HFCheckpoint, gather_hf, load_hf
-from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
 
 
 def _model(hf_path: str, layout: dict[str, int], dtype: str) -> tuple[ModelSpec, Role, list[DistillingModel]]:

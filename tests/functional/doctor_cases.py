@@ -21,13 +21,13 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
         plant: the name of a function below.
         settings: fields of `Settings`.
     """
-    from nemo_oprd.commands.doctor import examination as command
-    from nemo_oprd.commands.doctor.settings import Settings, for_diagnosis
+    from nemo_oprd.canary.layer_by_layer import layered_states
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.models.canary.layer_by_layer import layered_states
-    from nemo_oprd.setup import canary
-    from nemo_oprd.setup.models import world_size
-    from nemo_oprd.setup.preflight import preflight
+    from nemo_oprd.run import canary
+    from nemo_oprd.run.models import world_size
+    from nemo_oprd.run.preflight import preflight
+    from nemo_oprd.tools.doctor import examination as command
+    from nemo_oprd.tools.doctor.settings import Settings, for_diagnosis
 
     made: list[Any] = []
 
@@ -54,7 +54,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
 @contextmanager
 def _changed_greedy(change: Callable[..., list[int]]) -> Iterator[None]:
     """The engine's greedy responses, changed: (the engine, the prompt, the response) -> the response."""
-    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+    from nemo_oprd.rollout.in_process_engine import MegatronEngine
 
     generate = MegatronEngine.generate
 
@@ -85,7 +85,7 @@ def rotated_otherwise() -> Iterator[None]:
 
 def vllm_of_any_head_size() -> Any:
     """vLLM without CUDA takes the heads of the tiny models, as its stand-in does."""
-    from nemo_oprd.rollout.vllm import launch
+    from nemo_oprd.vllm import launch
 
     return mock.patch.object(launch, "CPU_HEAD_SIZES", range(1, 1000))
 
@@ -99,7 +99,7 @@ def one_position_early() -> Any:
     """An engine that samples every token from the state before the right one."""
 
     def early(engine: Any, prompt: list[int], response: list[int]) -> list[int]:
-        from nemo_oprd.rollout.in_process.decoding import generate_batch
+        from nemo_oprd.rollout.decoding import generate_batch
 
         ids = list(prompt)
         for _ in response:

@@ -77,9 +77,9 @@ def evaluate(directory: str, texts: list[str], untils: list[int | None]) -> dict
     """
     import torch.distributed as dist
 
-    from nemo_oprd.evaluation import progress
+    from nemo_oprd.evaluation import evaluator as progress
     from nemo_oprd.evaluation.evaluator import Evaluator
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     problems = Path(directory) / "problems.jsonl"
@@ -131,8 +131,8 @@ def before_training(directory: str, student: list[str], teacher: list[str], over
     from messages import messages
 
     from nemo_oprd.evaluation.evaluator import Evaluator
-    from nemo_oprd.evaluation.validation import SourceModels, Validation
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.run.validation import SourceModels, Validation
 
     init_distributed()
     paths = {"output": directory, "student.hf_path": "a", "data.validation.sums": f"{directory}/problems.jsonl"}
@@ -155,10 +155,10 @@ def cache_budgets(hf_path: str, tensor: int, free: list[int]) -> list[int]:
     import torch
     import torch.distributed as dist
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
-    from nemo_oprd.rollout.in_process import engine
+    from nemo_oprd.rollout import in_process_engine as engine
 
     init_distributed()
     role = make_role("rollout", Layout(tensor=tensor, data=dist.get_world_size() // tensor))

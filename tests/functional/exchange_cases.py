@@ -18,9 +18,8 @@ from messages import messages
 from object_bytes import object_bytes
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.models.megatron.parallel import everyones, first_ranks, init_distributed
-from nemo_oprd.rollout.exchange import Exchange
-from nemo_oprd.rollout.shared_rollouts import first_ranks_rollouts
+from nemo_oprd.megatron.parallel import everyones, first_ranks, init_distributed
+from nemo_oprd.rollout.exchange import Exchange, first_ranks_rollouts
 
 
 def item(key: int, tokens: int) -> dict[str, np.ndarray]:

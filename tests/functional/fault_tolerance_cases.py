@@ -13,7 +13,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup
 from nemo_oprd.distillation.step import GradientAccumulation
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.models.megatron.param_names import named_parameters
+from nemo_oprd.megatron.param_names import named_parameters
 
 
 def run_poisoned_train(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from adopt_cases import LENGTH, gathered_gradients
 from stock_models import GOLDEN, megatron_groups, stock_model, wrapped
 
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
 
 
 class StockProvider:
@@ -51,9 +51,9 @@ def golden_gradients(
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from nemo_oprd.nemo import RepresentationLossConfig
-    from nemo_oprd.nemo.forward_step import OPRDForwardStep
-    from nemo_oprd.nemo.recorded_rollouts import RolloutDataset
+    from nemo_oprd.integrations.forward_step import OPRDForwardStep
+    from nemo_oprd.integrations.hidden_states import RepresentationLossConfig
+    from nemo_oprd.integrations.recorded_rollouts import RolloutDataset
     from nemo_oprd.rollout.replay import read_rollouts
 
     sizes, loss = Layout(**layout), RepresentationLossConfig(**options)
@@ -87,7 +87,7 @@ def golden_gradients(
 
 def evaluation() -> None:
     """The step in a forward pass without gradients."""
-    from nemo_oprd.nemo.forward_step import OPRDForwardStep
+    from nemo_oprd.integrations.forward_step import OPRDForwardStep
 
     with megatron_groups(Layout()):
         student = StockProvider("student", Layout())
@@ -99,7 +99,7 @@ def evaluation() -> None:
 
 def another_provider() -> None:
     """The step with a model that was not built by the provider it was given."""
-    from nemo_oprd.nemo.forward_step import OPRDForwardStep
+    from nemo_oprd.integrations.forward_step import OPRDForwardStep
 
     with megatron_groups(Layout()):
         model = StockProvider("student", Layout()).provide_distributed_model()[0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.distillation.reference import agreement
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text())

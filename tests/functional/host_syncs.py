@@ -101,7 +101,7 @@ def syncs_of_a_step(overrides: list[str]) -> dict[str, int]:
     """Of the teacher's pass, the update and the optimizer step on recorded rollouts, on rank 0."""
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
 
     config = load_config("verify", overrides)
     distiller = distiller_for(config)
@@ -118,13 +118,13 @@ def syncs_of_a_step(overrides: list[str]) -> dict[str, int]:
 
 def syncs_of_sampling(hf_path: str, prompts: list[list[int]], new_tokens: int, top_p: float) -> dict[str, int]:
     """Of sampling one response of `new_tokens` tokens to each prompt, in one batch, on rank 0."""
+    from nemo_oprd.batch.layout import Layout
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed
-    from nemo_oprd.models.weights.hf import HFCheckpoint
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+    from nemo_oprd.rollout.in_process_engine import MegatronEngine
 
     init_distributed()
     config = load_config("verify", [f"student.hf_path={hf_path}", f"teacher.hf_path={hf_path}", "output=unused"])

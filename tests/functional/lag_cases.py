@@ -39,7 +39,7 @@ def train_beside_servers(overrides: list[str], root: str, batch: int, steps: int
     """
     from nemo_oprd import train
     from nemo_oprd.distillation.student import Student
-    from nemo_oprd.rollout import engine_kinds
+    from nemo_oprd.run import engine_kinds
 
     gradients, optimizer, noted = train.accumulate_gradients, Student.optimizer_step, list[dict[str, float]]()
 
@@ -109,10 +109,10 @@ def train_with_a_fault(overrides: list[str], fault: str) -> tuple[str | None, li
         What ended the run, and the largest gaps that its check has seen.
     """
     from nemo_oprd.distillation import sampling_check
-    from nemo_oprd.rollout.in_process import decoding, engine
+    from nemo_oprd.rollout import decoding, in_process_engine
 
     replica, seen = dist.get_rank() == dist.get_world_size() - 1, list[float]()
-    load, compare, earlier = engine.load_stream, sampling_check.compare, list[dict[str, torch.Tensor]]()
+    load, compare, earlier = in_process_engine.load_stream, sampling_check.compare, list[dict[str, torch.Tensor]]()
 
     class Batch(decoding._Batch):
         """Notes the log-probabilities, by sequence."""
@@ -151,7 +151,7 @@ def train_with_a_fault(overrides: list[str], fault: str) -> tuple[str | None, li
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(decoding, "_Batch", Batch))
-        patched.enter_context(mock.patch.object(engine, "load_stream", load_or_not))
+        patched.enter_context(mock.patch.object(in_process_engine, "load_stream", load_or_not))
         patched.enter_context(mock.patch.object(sampling_check, "compare", compared))
         try:
             run_train(overrides=overrides, config="quickstart")
@@ -173,7 +173,7 @@ def using(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[
 
 def train(overrides: list[str]) -> None:
     """Trains the tiny pair, whose heads are smaller than those that real servers know on CPU."""
-    from nemo_oprd.rollout import engine_kinds
+    from nemo_oprd.run import engine_kinds
 
     with mock.patch.object(engine_kinds, "check_head_size"):
         run_train(overrides=overrides, config="quickstart")
@@ -181,7 +181,7 @@ def train(overrides: list[str]) -> None:
 
 def train_until_graded(overrides: list[str]) -> bool:
     """Trains until the first evaluation that was sampled beside training is to be graded; whether that was reached."""
-    from nemo_oprd.evaluation.validation import Validation
+    from nemo_oprd.run.validation import Validation
 
     class Died(Exception):  # noqa: N818 - not an error
         """The run ends here, without saving."""

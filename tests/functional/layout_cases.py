@@ -23,7 +23,7 @@ from plain_routers import router_metrics
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 LAYERS, WIDTH, VOCABULARY = 8, 32, 97
@@ -341,7 +341,7 @@ def move_targets(overrides: list[str]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from nemo_oprd.distillation.target_transfer import plan_transfers
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
 
     config = load_config("verify", overrides)
     distiller = distiller_for(config)

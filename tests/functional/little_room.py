@@ -6,7 +6,7 @@ from unittest import mock
 
 import cases
 
-from nemo_oprd.teacher_servers.servers import TeacherServers
+from nemo_oprd.vllm.teacher_servers import TeacherServers
 
 ROOM_BYTES = 1 << 13
 

@@ -57,7 +57,7 @@ def through_megatron_bridge(models: str, directory: str, families: list[str], tr
     import nemo_bridge_cases as bridge_cases
 
     from checkpoint_tools._convert import megatron_to_hf
-    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.run.provider import find_family
 
     bridge_cases.prepare()
     found = {}
@@ -79,7 +79,7 @@ def _settings() -> dict[str, Any]:
     import nemo_bridge_cases as bridge_cases
     from megatron.core.transformer.enums import AttnBackend
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
 
     names = ("moe_permute_fusion", "moe_grouped_gemm", "moe_router_fusion", "moe_shared_expert_overlap", "bf16")
     off = dict.fromkeys(names, False)
@@ -91,7 +91,7 @@ def _load_and_save(checkpoint: Path, target: Path) -> Any:
     from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model
     from stock_models import megatron_groups
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
 
     options = {"use_cpu_init": True, "skip_temp_dist_context": True, "mp_overrides": _settings()}
     with megatron_groups(Layout()), torch.no_grad():
@@ -106,7 +106,7 @@ def _other_than_its_own(loaded: Any, source: Path) -> dict[str, Any]:
     from megatron.bridge import AutoBridge
     from stock_models import megatron_groups
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
 
     with megatron_groups(Layout()), torch.no_grad():
         bridge = AutoBridge.from_hf_pretrained(str(source), dtype=torch.float32)
@@ -136,8 +136,8 @@ def _refusal(made: Any, source: Path) -> str:
     from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron_bridge.provider import find_family
     from nemo_oprd.models.megatron_bridge_config import check_run_config
+    from nemo_oprd.run.provider import find_family
 
     with safe_yaml_representers():
         written = yaml.safe_dump({"model": _ConfigContainerBase._convert_value_to_dict(made)})

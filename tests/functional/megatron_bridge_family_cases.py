@@ -189,22 +189,23 @@ def verify(runs: dict[str, list[str]]) -> None:
     """`nemo-oprd verify` with each list of settings."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    from nemo_oprd.commands.verify.step import verify as command
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.setup.models import world_size
-    from nemo_oprd.setup.preflight import preflight
+    from nemo_oprd.run.models import world_size
+    from nemo_oprd.run.preflight import preflight
+    from nemo_oprd.run.verify import verify as command
+    from nemo_oprd.train import accumulate_gradients
 
     TEDotProductAttention.cp_stream = object()  # a CUDA stream, which the stand-in does not use
     for overrides in runs.values():
-        command(preflight(load_config("verify", overrides), world_size(), "verify"))
+        command(preflight(load_config("verify", overrides), world_size(), "verify"), accumulate_gradients)
 
 
 def fit_and_verify(fit: list[str], runs: dict[str, list[str]]) -> None:
     """`nemo-oprd fit-bridge`, then `verify` with the bridge."""
-    from nemo_oprd.commands.fit_bridge.fit import fit_bridge
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.setup.models import world_size
-    from nemo_oprd.setup.preflight import preflight
+    from nemo_oprd.run.fit_bridge import fit_bridge
+    from nemo_oprd.run.models import world_size
+    from nemo_oprd.run.preflight import preflight
 
     fit_bridge(preflight(load_config("verify", fit), world_size(), "fit-bridge"))
     verify(runs)
@@ -256,10 +257,10 @@ def convert(models: str, directory: str) -> None:
     from stock_models import megatron_groups
 
     from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron_bridge.provider import find_family
-    from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
+    from nemo_oprd.run.provider import find_family
 
     bridge_cases.prepare()
     settings = bridge_cases.settings(Layout())
@@ -287,7 +288,7 @@ def convert(models: str, directory: str) -> None:
 def convert_special(models: str, directory: str) -> None:
     """Students with special parts: to a Megatron checkpoint and back."""
     from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
-    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.run.provider import find_family
 
     for family in SPECIAL_FAMILIES:
         source, root = Path(models) / family / "student", Path(directory) / family
@@ -301,7 +302,7 @@ def convert_tower(models: str, directory: str) -> None:
     from safetensors.torch import load_file, save_file
 
     from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
-    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.run.provider import find_family
 
     student, root = Path(models) / "qwen3_5_moe_text" / "student", Path(directory) / "tower"
     (root / "whole").mkdir(parents=True)
@@ -321,7 +322,7 @@ def convert_tower(models: str, directory: str) -> None:
 
 def built_wrongly(models: str, output: str) -> None:
     """Family -> the message for a model as Megatron-Bridge builds it, with one of its fields as it sets them."""
-    from nemo_oprd.models.megatron_bridge import build
+    from nemo_oprd.megatron.megatron_bridge import build
 
     found = {}
     for family, field, value in (
@@ -334,10 +335,10 @@ def built_wrongly(models: str, output: str) -> None:
 
 
 def _message_with(models: str, family: str, field: str, value: Any, build: Any) -> str:
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
-    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.run.provider import find_family
 
     directory = Path(models) / family / "student"
     init_distributed()
@@ -353,11 +354,11 @@ def _message_with(models: str, family: str, field: str, value: Any, build: Any) 
 
 def planted(models: str, directory: str) -> None:
     """DIRECTORY/planted.json: "FAMILY FAULT" -> the canary's line of the student with the fault; "FAMILY right"."""
+    from nemo_oprd.canary.layer_by_layer import layered_states
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.models.canary.layer_by_layer import layered_states
-    from nemo_oprd.setup import canary
-    from nemo_oprd.setup.models import build_distiller, make_plan
-    from nemo_oprd.setup.resolve import resolve
+    from nemo_oprd.run import canary
+    from nemo_oprd.run.models import build_distiller, make_plan
+    from nemo_oprd.run.resolve import resolve
 
     os.environ["XDG_CACHE_HOME"] = f"{directory}/cache"
     # in this process, which has imported what takes the longest
@@ -466,15 +467,15 @@ LIMITS = (12, 12, 4)
 
 def samples(models: str, output: str) -> None:
     """FAMILY -> the most likely tokens after `PROMPTS`, and one more sample that is not greedy, twice."""
+    from nemo_oprd.batch.layout import Layout
     from nemo_oprd.config.rollout_schema import RolloutConfig
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.megatron_bridge.build import make_provider
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed
-    from nemo_oprd.models.megatron_bridge.build import make_provider
-    from nemo_oprd.models.megatron_bridge.provider import find_family
-    from nemo_oprd.models.weights.hf import HFCheckpoint
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+    from nemo_oprd.rollout.in_process_engine import MegatronEngine
+    from nemo_oprd.run.provider import find_family
 
     init_distributed()
     found = {}
@@ -493,10 +494,10 @@ def samples(models: str, output: str) -> None:
 
 def counts(models: str, output: str) -> None:
     """FAMILY -> (the parameters that `plan` counts, those of the student's file)."""
-    from nemo_oprd.commands.plan.parameters import model_parameters
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron_bridge.provider import find_family
-    from nemo_oprd.models.weights.hf import HFCheckpoint
+    from nemo_oprd.run.provider import find_family
+    from nemo_oprd.tools.plan.parameters import model_parameters
 
     found = {}
     for family in SPECIAL_FAMILIES:
@@ -511,8 +512,8 @@ def counts(models: str, output: str) -> None:
 def refusals(cases: dict[str, list[str]], output: str, ranks: int = 1) -> None:
     """The messages of `preflight` and of building the models."""
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.setup.models import distiller_for
-    from nemo_oprd.setup.preflight import preflight
+    from nemo_oprd.run.models import distiller_for
+    from nemo_oprd.run.preflight import preflight
 
     found = {}
     for name, overrides in cases.items():
@@ -532,7 +533,7 @@ def provider_fields(output: str) -> None:
 
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    from nemo_oprd.models.megatron_bridge.provider_fields import kind_of
+    from nemo_oprd.megatron.megatron_bridge.provider_fields import kind_of
 
     Path(output).write_text(json.dumps({field.name: kind_of(field.name) for field in fields(GPTModelProvider)}))
 
@@ -600,7 +601,7 @@ def nothing() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "RANK" in os.environ:
-        from nemo_oprd.models.megatron.parallel import init_distributed
+        from nemo_oprd.megatron.parallel import init_distributed
 
         init_distributed()
     globals()[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -24,7 +24,7 @@ from adopt_cases import LENGTH, gathered_gradients
 from safetensors.torch import save_file
 from stock_models import GOLDEN, megatron_groups
 
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
 
 # modules of Megatron-Bridge that name CUDA devices in what the cases run; as for Megatron-core's, see cpu_patches.py
 NAMING_CUDA = (
@@ -59,8 +59,8 @@ class Absent:
 
 def prepare() -> None:
     """Megatron-core and Megatron-Bridge without CUDA."""
-    from nemo_oprd.models.megatron import cpu_patches
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron import cpu_patches
+    from nemo_oprd.megatron.parallel import init_distributed
 
     torch.set_num_threads(1)
     init_distributed()
@@ -114,9 +114,9 @@ def provider(name: str, layout: Layout) -> Any:
 
 def _load(name: str, layout: Layout, chunks: list[Any]) -> list[Any]:
     """A golden model's weights, by this project's loader."""
+    from nemo_oprd.megatron.parallel import Role
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint, load_hf
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import Role
-    from nemo_oprd.models.weights.hf import HFCheckpoint, load_hf
 
     role = Role(name, layout, None, layout.coordinates(dist.get_rank()))
     load_hf(chunks, read_model_spec(GOLDEN / name), role, HFCheckpoint(GOLDEN / name).__getitem__, name)
@@ -151,7 +151,7 @@ def forward(output: str) -> None:
     """States and logits of Megatron-Bridge's student, adopted, and of transformers' model."""
     from transformers import AutoModelForCausalLM
 
-    from nemo_oprd.nemo import adopt, observed
+    from nemo_oprd.integrations.hidden_states import adopt, observed
 
     with megatron_groups(Layout()), torch.no_grad():
         (model,) = adopt(provided(provider("student", Layout()), wrap_with_ddp=False), hf_config=GOLDEN / "student")
@@ -321,9 +321,9 @@ def train_steps(
         initialize_rerun_state_machine,
     )
 
-    from nemo_oprd.nemo import RepresentationLossConfig
-    from nemo_oprd.nemo.forward_step import OPRDForwardStep
-    from nemo_oprd.nemo.recorded_rollouts import RolloutDataset
+    from nemo_oprd.integrations.forward_step import OPRDForwardStep
+    from nemo_oprd.integrations.hidden_states import RepresentationLossConfig
+    from nemo_oprd.integrations.recorded_rollouts import RolloutDataset
     from nemo_oprd.rollout.replay import read_rollouts
 
     sizes, loss = Layout(**layout), RepresentationLossConfig(**options)

@@ -25,7 +25,7 @@ from adopt_cases import gathered_gradients
 from stock_models import GOLDEN, megatron_groups, stock_model, wrapped
 from torch.overrides import TorchFunctionMode
 
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
 
 # of NeMo-RL's dependencies, those that are not installed here; of NeMo-RL itself, what needs a newer Megatron-core
 ABSENT = (
@@ -139,10 +139,10 @@ def make_worker(layout: Layout, backend: str, cfg: dict[str, Any], temperature: 
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from nemo_oprd.nemo import adopt
-    from nemo_oprd.nemo.rl_batch import Settings
-    from nemo_oprd.nemo.rl_worker import OPRDWorker
-    from nemo_oprd.nemo.teacher_beside import TeacherBeside
+    from nemo_oprd.integrations.hidden_states import adopt
+    from nemo_oprd.integrations.rl_batch import Settings
+    from nemo_oprd.integrations.rl_worker import OPRDWorker
+    from nemo_oprd.integrations.teacher_beside import TeacherBeside
 
     (model,) = wrapped(stock_model("student", layout, backend))
     (teacher,) = stock_model("teacher", layout, backend)
@@ -215,10 +215,10 @@ def golden_updates(
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     prepare(source)
-    from nemo_oprd.config.loss_schema import LossConfig
     from nemo_oprd.config.messages import build
-    from nemo_oprd.nemo.rl_batch import with_weights
-    from nemo_oprd.nemo.rl_loss import OPRDOutputLoss
+    from nemo_oprd.config.schema import LossConfig
+    from nemo_oprd.integrations.rl_batch import with_weights
+    from nemo_oprd.integrations.rl_loss import OPRDOutputLoss
 
     sizes, terms = Layout(**layout), build(LossConfig, loss)
     with megatron_groups(sizes), on_cpu():
@@ -253,7 +253,7 @@ def driver(source: str | None) -> dict[str, Any]:
     prepare(source)
     from nemo_rl.models.policy.lm_policy import Policy
 
-    from nemo_oprd.nemo.rl_policy import OPRDPolicy, TeacherInWorkers, policies_of
+    from nemo_oprd.integrations.rl_policy import OPRDPolicy, TeacherInWorkers, policies_of
 
     cfg = policy_config(Layout(), {"output": {"kind": "full_vocab", "weight": 1.0}}, 1, 3, packed=False)
     cfg["megatron_cfg"]["enabled"] = True

@@ -9,7 +9,7 @@ import torch
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.reference import hugging_face as plain
+from nemo_oprd.distillation import reference as plain
 
 
 def expected_result(config: Config, rollouts: list[Rollout]) -> dict[str, Any]:

@@ -26,13 +26,13 @@ PRELOADED = [
     *(
         "transformers",
         "nemo_oprd.train",
-        "nemo_oprd.commands.verify.step",
-        "nemo_oprd.distillation.reference.hugging_face",
+        "nemo_oprd.run.verify",
+        "nemo_oprd.distillation.reference",
     ),
     *(
-        "nemo_oprd.checkpointing.in_process_writer",
+        "nemo_oprd.run.training_state",
         "nemo_oprd.config.checks",
-        "nemo_oprd.models.weights.megatron_checkpoint",
+        "nemo_oprd.megatron.weights.megatron_checkpoint",
     ),
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",

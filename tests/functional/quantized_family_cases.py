@@ -102,7 +102,7 @@ def compute(directory: str, runs: dict[str, list[str]]) -> None:
 def convert(directory: str) -> None:
     """DIRECTORY/FAMILY/back: the student, to a Megatron checkpoint and back."""
     from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
-    from nemo_oprd.models.megatron_bridge.provider import find_family
+    from nemo_oprd.run.provider import find_family
 
     for family in QUANTIZATION:
         source, root = Path(directory) / family / "student", Path(directory) / family
@@ -113,11 +113,11 @@ def convert(directory: str) -> None:
 
 def prove(directory: str) -> None:
     """DIRECTORY/canary.json: FAMILY -> the canary's line of the student. Every rank calls this."""
+    from nemo_oprd.canary.layer_by_layer import layered_states
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.models.canary.layer_by_layer import layered_states
-    from nemo_oprd.setup import canary
-    from nemo_oprd.setup.models import build_distiller, make_plan
-    from nemo_oprd.setup.resolve import resolve
+    from nemo_oprd.run import canary
+    from nemo_oprd.run.models import build_distiller, make_plan
+    from nemo_oprd.run.resolve import resolve
 
     os.environ["XDG_CACHE_HOME"] = f"{directory}/cache"
     canary.reference_states = functools.cache(
@@ -140,7 +140,7 @@ def prove(directory: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     globals()[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -9,7 +9,7 @@ from golden_runs import BASE, GOLDEN
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import reference
+from nemo_oprd.distillation.reference import reference
 from nemo_oprd.rollout.replay import read_rollouts
 
 WEIGHT_DECAY = 0.1

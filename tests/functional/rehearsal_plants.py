@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nemo_oprd.commands.rehearse import rank
+from nemo_oprd.tools.rehearse import rank
 
 
 def nothing() -> None:
@@ -17,7 +17,7 @@ def host_tokens() -> None:
     """The token ids of a microbatch stay in host memory."""
     import torch
 
-    from nemo_oprd.models.megatron import pipeline_schedule
+    from nemo_oprd.megatron import pipeline_schedule
 
     pipeline_schedule.on_device = torch.from_numpy  # type: ignore[assignment]
 
@@ -26,7 +26,7 @@ def host_positions() -> None:
     """The positions of a microbatch's tokens stay in host memory."""
     import torch
 
-    from nemo_oprd.models.megatron import pipeline_schedule
+    from nemo_oprd.megatron import pipeline_schedule
 
     sequences: Any = pipeline_schedule.ObservedSequences
 
@@ -70,7 +70,7 @@ def float32_weight() -> None:
 
 def item_in_a_layer() -> None:
     """A layer looks at a number of its output."""
-    from nemo_oprd.models.megatron import observed_layer
+    from nemo_oprd.megatron import observed_layer
 
     forward = observed_layer.ObservedLayer.forward
 
@@ -86,15 +86,15 @@ def wait_in_a_layer() -> None:
     """A layer waits for the device before its attention."""
     import torch
 
-    from nemo_oprd.models.megatron import rotary
+    from nemo_oprd.megatron import attention
 
-    forward = rotary.RotatedSelfAttention.forward
+    forward = attention.RotatedSelfAttention.forward
 
     def waiting(*args: Any, **kwargs: Any) -> Any:
         torch.cuda.synchronize()
         return forward(*args, **kwargs)
 
-    rotary.RotatedSelfAttention.forward = waiting
+    attention.RotatedSelfAttention.forward = waiting
 
 
 def not_contiguous() -> None:
@@ -222,7 +222,7 @@ def not_contiguous_send() -> None:
 
 def changed_models(change: Callable[[Any], None]) -> None:
     """Changes every model chunk after it was built."""
-    from nemo_oprd.setup import models
+    from nemo_oprd.run import models
 
     build = models.build_chunks
 

@@ -23,7 +23,7 @@ def spied_verify(overrides: list[str]) -> list[tuple[torch.Tensor, ...]]:
     """`verify`; returns every router's (input, weight, logits, weights of the experts) in its passes on this rank."""
     import cases
 
-    from nemo_oprd.models.megatron.experts import Router
+    from nemo_oprd.megatron.experts import Router
 
     seen: list[tuple[torch.Tensor, ...]] = []
     forward = Router.forward

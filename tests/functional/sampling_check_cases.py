@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 
 
 def student_logprobs(overrides: list[str], count: int, sampled: TokenIds | None) -> tuple[np.ndarray, ...]:

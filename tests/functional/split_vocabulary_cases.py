@@ -55,7 +55,7 @@ def split_against_whole(
         integers: rows and heads of small whole numbers: products are exact, and most logits are tied.
         gaps: ids that are left out.
     """
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -22,7 +22,7 @@ def megatron_groups(layout: Layout) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from nemo_oprd.models.megatron.parallel import init_distributed
+    from nemo_oprd.megatron.parallel import init_distributed
 
     init_distributed()
     parallel_state._GLOBAL_MEMORY_BUFFER = None
@@ -114,10 +114,10 @@ def stock_model(
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from nemo_oprd.megatron.parallel import Role
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint, load_hf
     from nemo_oprd.models import parse_model_spec, read_model_spec
-    from nemo_oprd.models.megatron.parallel import Role
     from nemo_oprd.models.megatron_bridge_config import provider_fields
-    from nemo_oprd.models.weights.hf import HFCheckpoint, load_hf
 
     spec = read_model_spec(GOLDEN / name)
     if backend == "local":

@@ -15,7 +15,7 @@ def with_layers(layers: str, function: str, **kwargs: Any) -> Any:
     """Calls `function` ("module:name") with NEMO_OPRD_LAYERS=layers."""
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 
-    from nemo_oprd.models.megatron.model import LAYERS_VARIABLE, layer_backend
+    from nemo_oprd.megatron.model import LAYERS_VARIABLE, layer_backend
 
     assert HAVE_TE, "the stand-in is not on the path, or Megatron was imported before it was put there"
     TEDotProductAttention.cp_stream = "in place of a CUDA stream, which Megatron makes when there is none"
@@ -54,11 +54,11 @@ def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:
     """Rule name -> (Megatron's name, shape, tensor-parallel axis or None, whether sequence parallelism splits it)."""
     import torch.distributed as dist
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.megatron.param_names import local_name
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.model import build_chunks
-    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
-    from nemo_oprd.models.megatron.param_names import local_name
 
     init_distributed()
     role = make_role("student", Layout(**layout))
@@ -80,10 +80,10 @@ def parameters(hf_path: str, layout: dict[str, Any]) -> dict[str, tuple]:
 
 def module_classes(hf_path: str) -> dict[str, str]:
     """Which classes a layer and the final norm are built of: where in the model -> package and class."""
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.model import build_chunks
-    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
 
     init_distributed()
     (chunk,) = build_chunks(read_model_spec(hf_path), make_role("student", Layout()), torch.float32)
@@ -106,14 +106,14 @@ def module_classes(hf_path: str) -> dict[str, str]:
 
 def sample_after_refit(hf_path: str, prompts: list[list[int]], steps: int) -> list[list[int]]:
     """Greedy responses of the in-process engine (local layers, one rank each) with a TP2 student's weights."""
+    from nemo_oprd.batch.layout import Layout
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.megatron.model import build_chunks
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
+    from nemo_oprd.megatron.weights.hf import HFCheckpoint, gather_hf, load_hf
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.model import build_chunks
-    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
-    from nemo_oprd.models.weights.hf import HFCheckpoint, gather_hf, load_hf
     from nemo_oprd.rollout.engine import Request, SamplingParams
-    from nemo_oprd.rollout.in_process.engine import MegatronEngine
+    from nemo_oprd.rollout.in_process_engine import MegatronEngine
 
     init_distributed()
     spec = read_model_spec(hf_path)
@@ -134,10 +134,10 @@ def load_into_megatrons_own_model(checkpoint: str, hf_path: str) -> list[str]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.batch.layout import Layout
+    from nemo_oprd.megatron.model_config import transformer_config
+    from nemo_oprd.megatron.parallel import init_distributed, make_role
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.model_config import transformer_config
-    from nemo_oprd.models.megatron.parallel import init_distributed, make_role
 
     init_distributed()
     spec = read_model_spec(hf_path)
@@ -169,7 +169,7 @@ def products_with_accumulation(overrides: list[str]) -> dict[str, Any]:
 
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.rollout.replay import read_rollouts
-    from nemo_oprd.setup.models import distiller_for
+    from nemo_oprd.run.models import distiller_for
     from nemo_oprd.train import accumulate_gradients
 
     config = load_config("verify", overrides)

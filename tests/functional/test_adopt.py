@@ -21,7 +21,7 @@ from pool import Pools, WorkerError
 from stock_models import GOLDEN
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.nemo import RepresentationLossConfig, observed, row_weights
+from nemo_oprd.integrations.hidden_states import RepresentationLossConfig, observed, row_weights
 
 ROOT = Path(__file__).parent.parent.parent
 TE = "transformer_engine"

@@ -8,14 +8,14 @@ import pytest
 import torch
 from pool import Pools
 
-from nemo_oprd.commands.plan.attention_kinds import all_attention_flops
-from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
-from nemo_oprd.commands.plan.operations import step_flops
-from nemo_oprd.commands.plan.rollout_cost import Demand, rollout_copy, sample
-from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve, resolve_models
+from nemo_oprd.run.resolve import resolve, resolve_models
+from nemo_oprd.tools.plan.estimate import Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
+from nemo_oprd.tools.plan.operations import step_flops
+from nemo_oprd.tools.plan.parameters import all_attention_flops
+from nemo_oprd.tools.plan.rollout_cost import Demand, rollout_copy, sample
+from nemo_oprd.tools.plan.workload import make_workload
 from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 
 SHAPE = Shape(4, 128, 352, 8, 2, 2048, 2048)

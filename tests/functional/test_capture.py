@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from served_teachers import ServedTeachers
 from transformers import AutoModelForCausalLM
 
-from nemo_oprd.commands.capture.states import parse_layers
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.run.capture import parse_layers
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Models
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.report.comparison import COLUMNS, read_comparison, terminal_table
-from nemo_oprd.commands.report.page import write_report
-from nemo_oprd.commands.toy.task import write_tokenizer
+from nemo_oprd.evaluation.comparison import COLUMNS, read_comparison, terminal_table
+from nemo_oprd.tools.report.page import write_report
+from nemo_oprd.tools.toy.pair import write_tokenizer
 
 
 @pytest.fixture(scope="module")

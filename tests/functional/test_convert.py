@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, SIZES, Models, assert_same_tensors, edit_tensors
 
 from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
-from nemo_oprd.models.weights import megatron_checkpoint
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
-from nemo_oprd.models.weights.torch_dist import open_torch_dist
+from nemo_oprd.megatron.weights import megatron_checkpoint
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
+from nemo_oprd.megatron.weights.torch_dist import open_torch_dist
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_layers_that_are_alike_and_stored_one_by_one(
 ) -> None:
     """As Megatron stores them where its `moe_layer_freq` is a list of ones."""
     with monkeypatch.context() as patch:
-        for user in ("checkpoint_tools._convert", "nemo_oprd.models.weights.megatron_checkpoint"):
+        for user in ("checkpoint_tools._convert", "nemo_oprd.megatron.weights.megatron_checkpoint"):
             patch.setattr(f"{user}.stacks_layers", lambda spec: False)
         hf_to_megatron(models("mixtral"), tmp_path / "megatron", progress=False)
     keys = MegatronCheckpoint(tmp_path / "megatron")._tensors

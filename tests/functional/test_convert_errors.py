@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_models import Models, assert_same_tensors, edit_config, edit_tensors
 
 from checkpoint_tools._convert import TorchDistWriter, hf_to_megatron, megatron_to_hf
-from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
+from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
 
 TOOLS = Path(__file__).parents[2] / "checkpoint_tools"
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.distillation.reference import agreement
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 TOLERANCE = 1e-5

@@ -17,8 +17,8 @@ from pool import Pools
 from tiny_models import edit_config, edit_tensors
 from vllm_engine_cases import lines, make_bench, requests
 
-from nemo_oprd.commands.doctor.findings import Finding
-from nemo_oprd.rollout.vllm.guard import group_members
+from nemo_oprd.tools.doctor.findings import Finding
+from nemo_oprd.vllm.guard import group_members
 from tests.support import known_sums as doctor_models
 
 CHECKS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pool import Pools
 
-from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.tools.doctor.findings import Finding
 from tests.support.planted_models import LAYERS, make_world
 
 KEPT = "loss.representation.layer_map={1:1,2:2,3:3,4:10}"

@@ -13,7 +13,7 @@ from layout_cases import Case, Workbench, read_result
 from layout_grid import SMALL
 from pool import Pools
 
-from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.distillation.reference import agreement
 
 TOLERANCE = 1e-5
 QWEN, MIXTRAL = "qwen3_moe", "mixtral"

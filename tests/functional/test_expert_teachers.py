@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.row_sample import TRAIN, assign_parts
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import write_rollouts
 
 STUDENT = SIZES | MODELS["qwen3_untied"]

@@ -13,7 +13,7 @@ from pool import Pools
 from reference_adamw import ReferenceAdamW
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import reference
+from nemo_oprd.distillation.reference import reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 SP2 = ["student.parallel.tensor=2", "student.parallel.sequence=true"]

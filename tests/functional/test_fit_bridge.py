@@ -21,11 +21,11 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import fit_ridge
 from nemo_oprd.bridge.row_sample import TRAIN, assign_parts
-from nemo_oprd.commands.toy.task import write_tokenizer
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.runtime.run_lock import RunLock
+from nemo_oprd.tools.toy.pair import write_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = {"student": GOLDEN / "student", "teacher": GOLDEN / "wide_teacher"}

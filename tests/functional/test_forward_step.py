@@ -12,7 +12,7 @@ from adopted_golden import check
 from golden_runs import EXPECTED
 from pool import Pools, WorkerError
 
-from nemo_oprd.nemo.forward_step import OPRDForwardStep
+from nemo_oprd.integrations.forward_step import OPRDForwardStep
 
 # layout -> (ranks, sizes, responses per microbatch, case)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str]] = {

@@ -11,7 +11,7 @@ from pool import Pools
 from tiny_models import save_random_model
 from transformers import AutoModelForCausalLM
 
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 
 MODEL = Path(__file__).parent.parent / "golden" / "student"
 EOS = (1, 3)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from pool import Pools, WorkerError
 
-from nemo_oprd.models.megatron.model import DistillingModel
-from nemo_oprd.models.megatron.pipeline_schedule import refuse_layer_bypasses
+from nemo_oprd.megatron.model import DistillingModel
+from nemo_oprd.megatron.pipeline_schedule import refuse_layer_bypasses
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BASE = [

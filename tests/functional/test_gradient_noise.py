@@ -15,7 +15,7 @@ from tiny_models import MODELS, SIZES, save_random
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import reference
+from nemo_oprd.distillation.reference import reference
 from nemo_oprd.rollout.replay import write_rollouts
 
 OBJECTIVE = ["loss.representation.k=9", "loss.output.kind=full_vocab", "loss.output.weight=0.5"]

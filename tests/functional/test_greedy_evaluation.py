@@ -11,7 +11,7 @@ import plain_evaluation
 import pytest
 from pool import Pools
 
-from nemo_oprd.commands.toy import task
+from nemo_oprd.tools.toy import pair
 from tests.support import known_sums as doctor_models
 
 LIMIT = 13  # `\boxed{2007}` and the end-of-sequence token
@@ -26,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(*pairs: tuple[int, int], form: str = "{}", kind: str = "boxed") -> list[dict[str, str]]:
-    return [{"prompt": task.prompt_text(a, b), "answer": form.format(a + b), "kind": kind} for a, b in pairs]
+    return [{"prompt": pair.prompt_text(a, b), "answer": form.format(a + b), "kind": kind} for a, b in pairs]
 
 
 # the sums that the models have seen; sums that they have not, with reference answers as AIMO has them ("142.0"); both

@@ -9,7 +9,7 @@ import torch
 from host_syncs import HostSyncs
 from pool import Pools
 
-from nemo_oprd.rollout.in_process.decoding import ASK_EVERY
+from nemo_oprd.rollout.decoding import ASK_EVERY
 from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 
 SMALL, DEEP = Shape(2, 32, 48, 4, 2, 300, 512), Shape(5, 32, 48, 4, 2, 300, 512)

@@ -15,7 +15,7 @@ from pool import Pools
 from safetensors.torch import load_file
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
 
 ROOT = Path(__file__).parents[2]

@@ -35,7 +35,7 @@ from tiny_models import edit_tensors
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from tests.support.plain_bf16 import plain_bf16_gradients
 

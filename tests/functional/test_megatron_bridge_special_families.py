@@ -33,7 +33,7 @@ from megatron_bridge_family_cases import (
 from safetensors.torch import load_file
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.models.megatron_bridge_config import RUN_CONFIG
 from nemo_oprd.rollout.replay import read_rollouts
 

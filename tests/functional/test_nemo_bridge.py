@@ -20,8 +20,8 @@ from pool import Pools
 from safetensors.torch import load_file
 
 from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
+from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
 from nemo_oprd.models.megatron_bridge_config import RUN_CONFIG, read_run_config
-from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
 
 pytestmark = pytest.mark.nemo
 CASES = "nemo_bridge_cases.py"

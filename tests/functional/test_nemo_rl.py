@@ -23,9 +23,9 @@ from nemo_rl_cases import source_named
 from omegaconf import OmegaConf
 from pool import HostedPools, Pools, WorkerError
 
-from nemo_oprd.commands.from_nemo_rl.keys import translate
-from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
 from nemo_oprd.config.loading import from_composed
+from nemo_oprd.integrations.from_nemo_rl.keys import translate
+from nemo_oprd.integrations.from_nemo_rl.recipe import load_recipe
 
 HERE = Path(__file__).parent
 STAND_IN = HERE / "nemo_rl_stand_in"
@@ -114,7 +114,7 @@ def test_data_without_weights_is_refused(pools: Pools) -> None:
 def test_driver(pools: Pools) -> None:
     """NeMo-RL's `setup` gets policies whose data have the weights of every update, and no empty entries."""
     found = pools[1].run("nemo_rl_cases:driver", source=None)
-    assert found["restored"] and found["worker"] == "nemo_oprd.nemo.rl_actor.OPRDActor"
+    assert found["restored"] and found["worker"] == "nemo_oprd.integrations.rl_actor.OPRDActor"
     weights = ["mtp_loss_mask", "oprd_output_weight"]
     assert found["keys"] == sorted([*weights, "input_ids", "input_lengths", "sample_mask", "token_mask"])
     for name in weights:  # six responses, of which three are an update; the last one has no supervised token

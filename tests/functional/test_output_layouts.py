@@ -1,7 +1,7 @@
 """The output-space terms and the bridge under every kind of layout: losses, metrics and every gradient of `verify`.
 
 Against plain Hugging Face models in float64, derivatives by autograd on whole distributions
-(`distillation/reference/hugging_face.py`), and for the bridge against the golden numbers. Layouts are those where
+(`distillation/reference.py`), and for the bridge against the golden numbers. Layouts are those where
 something of these terms can go wrong: sequence parallelism (final states in parts), context parallelism, tied heads on
 another stage, a teacher laid out differently, groups of microbatches, chunks that don't divide the rows.
 """

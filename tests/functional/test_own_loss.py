@@ -14,7 +14,7 @@ from plain_computation import expected_result
 from pool import Pools
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import reference
+from nemo_oprd.distillation.reference import reference
 from nemo_oprd.losses.divergences import forward_kl
 from nemo_oprd.losses.registry import DIVERGENCES, ROW_LOSSES
 from nemo_oprd.rollout.replay import read_rollouts
@@ -59,7 +59,7 @@ def test_verify_against_the_reference(pools: Pools, tmp_path: Path, layout: str)
         return value_ND.sum(-1) if dim_reduction == "sum" else value_ND.mean(-1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_oprd.distillation.reference.hugging_face.row_loss", lambda loss: huber)
+        patch.setattr("nemo_oprd.distillation.reference.row_loss", lambda loss: huber)
         expected = expected_result(config, read_rollouts(str(config.rollout.replay), VOCABULARY))
     check_result(tmp_path / "out", expected, layout, TOLERANCE)
 
@@ -76,6 +76,6 @@ def test_both_branches_of_the_example_are_used(tmp_path: Path) -> None:
 
     config = load_config("verify", [*models, replay, "output=unused"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_oprd.distillation.reference.hugging_face.row_loss", lambda loss: seen)
+        patch.setattr("nemo_oprd.distillation.reference.row_loss", lambda loss: seen)
         reference(config, read_rollouts(str(config.rollout.replay), VOCABULARY))
     assert 0.05 < sum(shares) / len(shares) < 0.95, shares

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import planted_faults
 from benchmarks.planted_cases import FAULTS, HEALTHY, Case
 from benchmarks.planted_samples import SAMPLED_FAULTS, SAMPLED_HEALTHY
-from nemo_oprd.commands.doctor.codes import CODES
+from nemo_oprd.tools.doctor.findings import CODES
 from tests.support.planted_models import make_world
 
 CHEAP = [

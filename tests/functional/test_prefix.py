@@ -9,7 +9,7 @@ import pytest
 from golden_runs import metrics
 from pool import Pools
 
-from nemo_oprd.commands.toy.pair import make_tiny_pair
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 
 K, LONGEST = 5, 24
 

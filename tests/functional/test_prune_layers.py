@@ -16,9 +16,9 @@ from tiny_models import Models
 from transformers import AutoModelForCausalLM
 
 from checkpoint_tools._pruning import layer_influences, layers_to_keep, prune_layers
-from nemo_oprd.commands.toy.task import write_tokenizer
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.models import read_model_spec
-from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.tools.toy.pair import write_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 TEXTS = [[5, 17, 2, 44, 9, 120], [7], [33, 2, 8]]

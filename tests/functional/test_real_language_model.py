@@ -20,7 +20,7 @@ from tiny_models import assert_same_tensors
 from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools._pruning import kept_map, prune_layers
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.smollm
 

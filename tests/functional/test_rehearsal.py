@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import rehearsal_golden
 
-from nemo_oprd.commands.rehearse import te_package
-from nemo_oprd.commands.rehearse.agreement import disagreements
-from nemo_oprd.commands.rehearse.command import PARTS, lines, waits_of_a_step
-from nemo_oprd.commands.rehearse.known_waits import unknown_waits
-from nemo_oprd.commands.rehearse.shim import COMPILERS
+from nemo_oprd.tools.rehearse import te_package
+from nemo_oprd.tools.rehearse.agreement import disagreements
+from nemo_oprd.tools.rehearse.command import PARTS, lines, waits_of_a_step
+from nemo_oprd.tools.rehearse.known_waits import unknown_waits
+from nemo_oprd.tools.rehearse.shim import COMPILERS
 
 MODEL = {
     "model_type": "qwen2",
@@ -139,12 +139,12 @@ def sound(with_servers: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 # mistakes that do not end the rehearsal, all in one run -> code, file and a part of the line that reports each
 NOT_FATAL = {
-    "float32_weight": ("mixed-dtypes", "nemo_oprd/models/megatron/rotary.py", "mm multiplies bfloat16, float32"),
+    "float32_weight": ("mixed-dtypes", "nemo_oprd/megatron/attention.py", "mm multiplies bfloat16, float32"),
     "host_shards": ("host-tensor-in-collective", "nemo_oprd/losses/vocab_parallel.py", "in host memory, over NCCL"),
     "not_contiguous": ("not-contiguous", "nemo_oprd/distillation/output_head.py", "not contiguous"),
     "wide_targets": ("target-dtype", "nemo_oprd/distillation/teacher.py", "float32, expected bfloat16"),
-    "teacher_with_gradients": ("graph-without-backward", "nemo_oprd/models/megatron/observed_layer.py", "none follows"),
-    "retained_graph": ("held-too-long", "nemo_oprd/models/megatron/observed_layer.py", "after the next step"),
+    "teacher_with_gradients": ("graph-without-backward", "nemo_oprd/megatron/observed_layer.py", "none follows"),
+    "retained_graph": ("held-too-long", "nemo_oprd/megatron/observed_layer.py", "after the next step"),
     "targets_kept": ("held-too-long", "nemo_oprd/distillation/teacher.py", "when the next group"),
 }
 
@@ -219,11 +219,11 @@ def test_a_mistake_is_named_with_its_place(mistaken: dict[str, Any], mistake: st
 @pytest.mark.parametrize(
     ("mistake", "code", "file", "text"),
     [
-        slow("host_tokens", "failed", "nemo_oprd/models/megatron/model.py", "device"),
-        slow("host_positions", "host-tensor", "nemo_oprd/models/megatron/rotary.py", "cpu and cuda"),
-        slow("host_sums", "host-tensor", "nemo_oprd/distillation/metrics/named_sums.py", "cpu and cuda"),
-        ("item_in_a_layer", "failed", "nemo_oprd/models/megatron/model.py", "reads a bfloat16 of the device"),
-        slow("wait_in_a_layer", "unknown-wait", "nemo_oprd/models/megatron/observed_layer.py", "per step"),
+        slow("host_tokens", "failed", "nemo_oprd/megatron/model.py", "device"),
+        slow("host_positions", "host-tensor", "nemo_oprd/megatron/attention.py", "cpu and cuda"),
+        slow("host_sums", "host-tensor", "nemo_oprd/distillation/metrics/step_metrics.py", "cpu and cuda"),
+        ("item_in_a_layer", "failed", "nemo_oprd/megatron/model.py", "reads a bfloat16 of the device"),
+        slow("wait_in_a_layer", "unknown-wait", "nemo_oprd/megatron/observed_layer.py", "per step"),
     ],
 )
 def test_a_mistake_that_ends_the_rehearsal_is_named_with_its_place(
@@ -262,7 +262,7 @@ def test_a_second_copy_of_the_weights_shows_with_the_line_that_made_it(
     }
     (finding,) = [line for line, _ in lines(one, usable=1e12) if line.startswith("finding: ")]
     assert finding.startswith("finding: build student holds +1")
-    assert "nemo_oprd/commands/rehearse" not in finding
+    assert "nemo_oprd/tools/rehearse" not in finding
     assert "nemo_oprd/distillation/student.py:" in finding, "the line that builds the chunks"
 
 
@@ -285,7 +285,7 @@ def test_stages_that_do_not_meet(overrides: list[str], tmp_path: Path) -> None:
         for mistake, rank in (("not_contiguous_send", 0), ("nothing", 1), ("swapped_message", 1))
     )
     assert {(one["code"], one["file"]) for one in first["mistakes"]} == {
-        ("not-contiguous", "nemo_oprd/models/megatron/pipeline_schedule.py")
+        ("not-contiguous", "nemo_oprd/megatron/pipeline_schedule.py")
     }
     assert last["mistakes"] == []
     assert disagreements({0: first, 1: last}) == []

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nemo_oprd.commands.rehearse.known_waits import KNOWN_WAITS
-from nemo_oprd.commands.rehearse.shim import COMPILERS
+from nemo_oprd.tools.rehearse.known_waits import KNOWN_WAITS
+from nemo_oprd.tools.rehearse.shim import COMPILERS
 from tests.support.rehearsal_server import Rehearsals, Rehearsed
 
 SMALL = {

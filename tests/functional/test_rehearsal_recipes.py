@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.commands.rehearse.shim import COMPILERS
+from nemo_oprd.tools.rehearse.shim import COMPILERS
 from tests.support.recipe_models import OF_MEGATRON_BRIDGE, shipped, write_models
 from tests.support.rehearsal_server import Rehearsals
 

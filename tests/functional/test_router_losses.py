@@ -21,7 +21,7 @@ from pool import Pools
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 TOLERANCE = 1e-5

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_random_model
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.commands.toy.task import write_tokenizer
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.distillation.reference import agreement
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
+from nemo_oprd.tools.toy.pair import write_tokenizer
 
 STEPS = 40  # beyond the tokens after which finished sequences leave the batch
 VOCABULARY = 300

@@ -12,7 +12,7 @@ from pool import Pools
 from safetensors.torch import load_file, save_file
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.rollout.replay import write_rollouts
 
 COUNT = 1024

@@ -21,7 +21,7 @@ from tiny_models import SIZES, Models
 from checkpoint_tools._convert import hf_to_megatron
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import write_rollouts
 
 EOS = (1, 3)

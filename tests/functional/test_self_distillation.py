@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import reference
+from nemo_oprd.distillation.reference import reference
 from nemo_oprd.rollout.replay import write_rollouts
 
 STUDENT = SIZES | MODELS["qwen2_tied"]

@@ -18,9 +18,9 @@ from layout_cases import Workbench, read_result
 from pool import Pools, WorkerError
 from served_teachers import SERVED, ServedTeachers, asks, settings_of, through_a_bridge
 
-from nemo_oprd.commands.toy.pair import make_tiny_pair
-from nemo_oprd.distillation.reference.hugging_face import agreement
-from nemo_oprd.observability.timeline import AHEAD, read_timeline
+from nemo_oprd.distillation.reference import agreement
+from nemo_oprd.run.timeline import AHEAD, read_timeline
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 from tests.support.forked_run import differences, toy_overrides
 
 SMALL = "train.tokens_per_microbatch=120"

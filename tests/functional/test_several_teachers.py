@@ -23,10 +23,10 @@ from tiny_models import MODELS, SIZES, save_random, save_random_bridge
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.setup.data import recorded_rollouts
-from nemo_oprd.setup.resolve import resolve_models
+from nemo_oprd.run.data import recorded_rollouts
+from nemo_oprd.run.resolve import resolve_models
 
 STUDENT = SIZES | MODELS["qwen3_untied"]
 WIDE = SIZES | MODELS["phi3"] | {"num_hidden_layers": 6}

@@ -29,7 +29,7 @@ from pool import Pools, WorkerError
 from served_teachers import ServedTeachers, asks, through_a_bridge
 from vllm_engine_cases import free_port
 
-from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.distillation.reference import agreement
 
 SMALL = "train.tokens_per_microbatch=120"
 OTHER_TOKEN = "x" * 40

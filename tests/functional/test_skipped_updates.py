@@ -11,8 +11,8 @@ import pytest
 from golden_runs import BASE
 from pool import Pools, WorkerError
 
-from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.rollout.replay import read_rollouts
+from nemo_oprd.tools.report.page import write_report
 
 LAYOUTS = {
     "TP2": (2, ["student.parallel.tensor=2"]),

@@ -14,8 +14,8 @@ from pool import Pools
 from vllm_engine_cases import make_bench
 from vllm_stand_in import sample, whole_length
 
-from nemo_oprd.commands.toy.pair import make_tiny_pair
-from nemo_oprd.observability.timeline import read_timeline
+from nemo_oprd.run.timeline import read_timeline
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 
 STEPS, BATCH, LAG, PER_PROMPT = 8, 4, 4, 2
 # of prompt and response: some take ten times as long as the others, and longer than a step

@@ -9,10 +9,10 @@ import pytest
 from golden_runs import metrics
 from pool import Pools, WorkerError
 
-from nemo_oprd.commands.toy.pair import MAX_POSITIONS, make_tiny_pair
-from nemo_oprd.commands.toy.task import VOCAB_SIZE as STUDENT_VOCAB_SIZE
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.rollout.replay import TeacherLimits, read_rollouts
+from nemo_oprd.tools.toy.pair import MAX_POSITIONS, make_tiny_pair
+from nemo_oprd.tools.toy.pair import VOCAB_SIZE as STUDENT_VOCAB_SIZE
 from tests.support.bpe_teacher import VOCAB_SIZE, make_bpe_teacher
 
 BRIDGE = [

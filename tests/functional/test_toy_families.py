@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron_bridge_environment import PYTHON, ROOT, run
 
-from nemo_oprd.commands.toy import pair
+from nemo_oprd.tools.toy import pair
 
 pytestmark = pytest.mark.nemo
 FAMILIES = ("qwen3_5", "gpt_oss")

@@ -1,6 +1,6 @@
 """Projectors that are trained with the student, from a bridge and at full width: gradients, one update, resuming.
 
-Against plain Hugging Face models in float64, derivatives by autograd (`distillation/reference/hugging_face.py`).
+Against plain Hugging Face models in float64, derivatives by autograd (`distillation/reference.py`).
 Student and teacher have other depths and widths, and are laid out differently.
 """
 
@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.bridge.artifact import load_bridge
-from nemo_oprd.bridge.full_width import draw_projector
+from nemo_oprd.bridge.maps import draw_projector
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"

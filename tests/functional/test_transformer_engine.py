@@ -23,7 +23,7 @@ from tiny_models import SIZES, Models, assert_same_tensors
 
 from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import agreement, reference
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
 
 HERE = Path(__file__).parent
@@ -290,7 +290,7 @@ def test_sampling_from_a_student_of_these_layers(run: Callable[..., Any], models
 
 
 def test_a_gpu_without_transformer_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_oprd.models.megatron.model import LAYERS_VARIABLE, lacks_transformer_engine
+    from nemo_oprd.megatron.model import LAYERS_VARIABLE, lacks_transformer_engine
 
     monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
     assert lacks_transformer_engine(torch.bfloat16) is None  # on a CPU there is nothing to miss
@@ -304,7 +304,7 @@ def test_a_gpu_without_transformer_engine_is_said(monkeypatch: pytest.MonkeyPatc
 
 def test_backend_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, without Transformer Engine and without CUDA."""
-    from nemo_oprd.models.megatron.model import LAYERS_VARIABLE, layer_backend
+    from nemo_oprd.megatron.model import LAYERS_VARIABLE, layer_backend
 
     monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
     assert layer_backend(torch.bfloat16) == LOCAL

@@ -14,15 +14,15 @@ from golden_runs import metrics
 from pool import Pools
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.commands.doctor.files import vocabularies
-from nemo_oprd.commands.toy import task
-from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
-from nemo_oprd.setup.data import read_prompts
-from nemo_oprd.setup.models import RunFiles
-from nemo_oprd.setup.resolve import resolve_models, servers_ids
+from nemo_oprd.run.data import read_prompts
+from nemo_oprd.run.models import RunFiles
+from nemo_oprd.run.resolve import resolve_models, servers_ids
+from nemo_oprd.tools.doctor.files import vocabularies
+from nemo_oprd.tools.toy import pair as task
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 from tests.support.wide_vocabulary import add_tokens, make_likely, widen
 
 ROWS, TEACHER_ROWS = 32, 40

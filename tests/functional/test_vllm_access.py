@@ -30,14 +30,14 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models
 from vllm_engine_cases import MODEL, PROMPTS, expected, flags_of, free_port, lines, make_bench, serving, settings_of
 
-from nemo_oprd.rollout.vllm import client as client_module
-from nemo_oprd.rollout.vllm import engine as engine_module
-from nemo_oprd.rollout.vllm.client import Client
-from nemo_oprd.rollout.vllm.controlled import Controlled
-from nemo_oprd.rollout.vllm.endpoint import Endpoint, caller
-from nemo_oprd.rollout.vllm.placement import Place
-from nemo_oprd.rollout.vllm.server import LocalServer, ServerRefused
-from nemo_oprd.rollout.vllm.worker import nemo_oprd_door
+from nemo_oprd.vllm import client as client_module
+from nemo_oprd.vllm import engine as engine_module
+from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.controlled import Controlled
+from nemo_oprd.vllm.endpoint import Endpoint, caller
+from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.server import LocalServer, ServerRefused
+from nemo_oprd.vllm.worker import nemo_oprd_door
 from tests.support.align_tokenizers import write as write_tokenizer
 
 API_KEY = "an-api-key-of-vLLM-in-the-environment"

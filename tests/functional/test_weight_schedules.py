@@ -20,8 +20,8 @@ from reference_adamw import ReferenceAdamW
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import reference
-from nemo_oprd.models.weights.megatron_checkpoint import MegatronCheckpoint
+from nemo_oprd.distillation.reference import reference
+from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
 from nemo_oprd.rollout.replay import read_rollouts
 
 # The first layer for two updates, then it fades while the distributions come in: layers 2 and 3, final norm and head

@@ -10,8 +10,8 @@ from golden_runs import metrics
 from pool import Pools
 from safetensors.torch import load_file
 
-from nemo_oprd.commands.toy.pair import make_tiny_pair
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 
 STEPS = 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
 
 # 300 rows are padded to 384 at TP1 and to 512 at TP2
 SIZES: dict[str, Any] = {

@@ -39,7 +39,7 @@ PROMPTS = [[5, 6, length] for length in (3, 10, 4, 9, 9, 2, 6, 13, 5)]
 
 def make_bench(root: Path, **faults: Any) -> Path:
     """A directory with a model's config.json, faults, and an interpreter whose `vllm` is the stand-in."""
-    from nemo_oprd.rollout.vllm import server
+    from nemo_oprd.vllm import server
 
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(MODEL))
@@ -60,8 +60,8 @@ def make_bench(root: Path, **faults: Any) -> Path:
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """Random tensors by all HF names of the model; the servers look at names and bytes only."""
+    from nemo_oprd.megatron.param_names import mappings_by_name
     from nemo_oprd.models import parse_model_spec
-    from nemo_oprd.models.megatron.param_names import mappings_by_name
 
     generator = torch.Generator().manual_seed(seed)
     names = [name for mapping in mappings_by_name(parse_model_spec(MODEL)).values() for name in mapping.hf]
@@ -70,7 +70,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 0), known: int = 300) -> list[tuple]:
     """(ids, log-probabilities, finish reason) of a call, computed without a server."""
-    from nemo_oprd.rollout.vllm.tasks import seed_of
+    from nemo_oprd.vllm.client_process import seed_of
 
     tensors = {name: ("float32", tuple(tensor.shape), *_sums(tensor)) for name, tensor in weights(seed).items()}
     digest, found = vllm_stand_in.digest_of(tensors), []
@@ -107,9 +107,9 @@ def settings_of(root: str | Path) -> list[str]:
 def flags_of(root: Path) -> list[str]:
     """The arguments with which a run starts the stand-ins of a bench."""
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.data.tokenization.token_ids import TokenIds
+    from nemo_oprd.data.token_ids import TokenIds
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.rollout.vllm.launch import server_arguments
+    from nemo_oprd.vllm.launch import server_arguments
 
     return server_arguments(
         load_config("verify", settings_of(root)), read_model_spec(root), root, TokenIds(300), cuda=False
@@ -126,8 +126,8 @@ def free_port() -> int:
 @contextmanager
 def serving(root: Path, *, unix: bool) -> Iterator[dict[str, str]]:
     """A stand-in as `nemo-oprd serve` starts it: "root", "url", "token_file" of an endpoint."""
-    from nemo_oprd.rollout.vllm.server import server_command, server_environment
-    from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import TOKEN_FILE
+    from nemo_oprd.vllm.server import server_command, server_environment
+    from nemo_oprd.vllm.worker.nemo_oprd_door import TOKEN_FILE
 
     token_file, at, port = root / "token", root / "socket", free_port()
     token_file.touch(0o600)
@@ -159,8 +159,8 @@ def shared_gpus(root: str, memory: str) -> Iterator[None]:
     """
     from dataclasses import replace
 
-    from nemo_oprd.rollout.vllm import engine as module
-    from nemo_oprd.rollout.vllm import gpu_memory
+    from nemo_oprd.vllm import engine as module
+    from nemo_oprd.vllm import transport
 
     file, place = Path(root) / "memory", module.place_servers
 
@@ -176,7 +176,7 @@ def shared_gpus(root: str, memory: str) -> Iterator[None]:
 
     with (
         mock.patch.object(module, "place_servers", places),
-        mock.patch.object(gpu_memory, "SETTLE_S", 0.1),
+        mock.patch.object(transport, "SETTLE_S", 0.1),
         mock.patch.object(torch.cuda, "empty_cache", give_back),
         mock.patch.object(torch.cuda, "mem_get_info", free_and_total),
     ):
@@ -193,13 +193,13 @@ def engine(
     """
     import torch.distributed as dist
 
+    from nemo_oprd.batch.layout import Layout
     from nemo_oprd.config.loading import load_config
-    from nemo_oprd.data.tokenization.token_ids import TokenIds
-    from nemo_oprd.layout import Layout
+    from nemo_oprd.data.token_ids import TokenIds
+    from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.models.megatron.parallel import init_distributed
-    from nemo_oprd.rollout.engine_kinds import make_engine
-    from nemo_oprd.rollout.vllm import client, guard, rounds, transport, weight_group
+    from nemo_oprd.run.engine_kinds import make_engine
+    from nemo_oprd.vllm import client, guard, rounds, transport, weight_group
 
     init_distributed()
     config, ranks = (
@@ -231,9 +231,9 @@ def weights_meet() -> dict[str, Any]:
     """Where the group of a server meets, which the last rank has started."""
     import torch.distributed as dist
 
-    from nemo_oprd.models.megatron.parallel import init_distributed
-    from nemo_oprd.rollout.vllm.placement import Place
-    from nemo_oprd.rollout.vllm.weight_group import WeightGroup
+    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.vllm.placement import Place
+    from nemo_oprd.vllm.weight_group import WeightGroup
 
     init_distributed()
     controller = dist.get_world_size() - 1
@@ -282,7 +282,7 @@ def run(
     found: dict[str, Any] = {"sampled": [], "metrics": [], "completed": [], "counted": [], "kept": [], "error": None}
     found |= {"seconds": [], "digested": 0}
     node = {"SLURMD_NODENAME": f"node{os.environ.get('RANK', '0')}"} if nodes else {}
-    with messages("nemo_oprd.rollout.vllm") as found["said"], mock.patch.dict(os.environ, node):
+    with messages("nemo_oprd.vllm") as found["said"], mock.patch.dict(os.environ, node):
         try:
             with (
                 shared_gpus(root, memory) if memory else nullcontext(),
@@ -306,7 +306,7 @@ def run(
 
 @contextmanager
 def counted_digests(found: dict[str, Any]) -> Iterator[None]:
-    from nemo_oprd.rollout.vllm import weight_push
+    from nemo_oprd.vllm import weight_push
 
     class Counting(weight_push.Digest):
         def add(self, bucket: Any) -> None:

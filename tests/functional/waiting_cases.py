@@ -19,8 +19,8 @@ from messages import messages
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd import cli
-from nemo_oprd.layout import Layout
-from nemo_oprd.models.megatron import parallel
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.megatron import parallel
 from nemo_oprd.runtime import waiting
 from nemo_oprd.runtime.exits import run_as_command
 

@@ -13,10 +13,9 @@ import sentencepiece
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
-from nemo_oprd.commands.toy import task
-from nemo_oprd.data.tokenization.align import Alignment, align_batch
-from nemo_oprd.data.tokenization.identity import Messages
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.align import Alignment, align_batch
+from nemo_oprd.data.tokenizer import Messages, Tokenizer
+from nemo_oprd.tools.toy import pair as task
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 CHATML = (

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from nemo_oprd.commands.toy import task
-from nemo_oprd.commands.toy.pair import HEADS, IGNORED, KV_HEADS, MAX_POSITIONS, Recipe, train_step
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.runtime.files import read_json, write_atomically
+from nemo_oprd.tools.toy import pair
+from nemo_oprd.tools.toy.pair import HEADS, IGNORED, KV_HEADS, MAX_POSITIONS, Recipe, train_step
 
 VOCAB_SIZE = 40
 TOKENIZER_LINES = 2000
@@ -56,16 +56,16 @@ def make_bpe_teacher(
         return float(found["accuracy"])
     output.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([seed, 1])
-    held_out = task.disjoint_problems(rng, {"held out": 200})["held out"]
-    unseen = task.problem_key(held_out)
-    write_tokenizer(output, task.sample_problems(rng, TOKENIZER_LINES, unseen))
+    held_out = pair.disjoint_problems(rng, {"held out": 200})["held out"]
+    unseen = pair.problem_key(held_out)
+    write_tokenizer(output, pair.sample_problems(rng, TOKENIZER_LINES, unseen))
     tokenizer = Tokenizer.load(output)
     model = new_model(tokenizer, seed, layers, hidden)
     recipe = Recipe(seed, steps, None, layers, hidden, batch=batch, warmup_steps=min(50, steps // 4 + 1))
     optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay)
     start = time.monotonic()
     for step in range(1, steps + 1):
-        inputs, labels = _batch(tokenizer, task.sample_problems(rng, batch, unseen))
+        inputs, labels = _batch(tokenizer, pair.sample_problems(rng, batch, unseen))
         loss = train_step(model, optimizer, recipe, step, inputs, labels)
         if step % 50 == 0:
             log(f"step {step:3d}/{steps}  loss {loss:.4f}  {time.monotonic() - start:.0f} s")
@@ -78,14 +78,14 @@ def make_bpe_teacher(
 
 def write_tokenizer(directory: Path, problems: np.ndarray) -> None:
     """Trains a BPE model on the texts of the task and writes it as a sentencepiece file."""
-    texts = [text for a, b in problems.tolist() for text in (task.prompt_text(a, b), task.response_text(a, b))]
+    texts = [text for a, b in problems.tolist() for text in (pair.prompt_text(a, b), pair.response_text(a, b))]
     splits = {"split_by_number": False, "split_by_unicode_script": False}
     numbers = {"unk_id": 0, "eos_id": 1, "pad_id": -1}
-    task.write_sentencepiece(
+    pair.write_sentencepiece(
         directory, texts, model_type="bpe", vocab_size=VOCAB_SIZE, eos_piece="</s>", **splits, **numbers
     )
     names = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "eos_token": "</s>", "bos_token": None}
-    task.write_tokenizer_config(directory, names)
+    pair.write_tokenizer_config(directory, names)
 
 
 def new_model(tokenizer: Tokenizer, seed: int, layers: int, hidden: int) -> LlamaForCausalLM:
@@ -113,8 +113,8 @@ def new_model(tokenizer: Tokenizer, seed: int, layers: int, hidden: int) -> Llam
 def _batch(tokenizer: Tokenizer, problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels, both int64 [B, S]; labels of prompt and padding are `IGNORED`."""
     pairs = problems.tolist()
-    prompts = [tokenizer.encode_prompt([{"role": "user", "content": task.prompt_text(a, b)}]) for a, b in pairs]
-    responses = tokenizer.encode_plain([task.response_text(a, b) for a, b in pairs])
+    prompts = [tokenizer.encode_prompt([{"role": "user", "content": pair.prompt_text(a, b)}]) for a, b in pairs]
+    responses = tokenizer.encode_plain([pair.response_text(a, b) for a, b in pairs])
     rows = [[*prompt, *ids, tokenizer.eos_ids[0]] for prompt, ids in zip(prompts, responses, strict=True)]
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])

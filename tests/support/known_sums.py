@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import Qwen2ForCausalLM
 
-from nemo_oprd.commands.toy import task
-from nemo_oprd.commands.toy.pair import IGNORED, Recipe, new_model, train_step
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
+from nemo_oprd.tools.toy import pair
+from nemo_oprd.tools.toy.pair import IGNORED, Recipe, new_model, train_step
 from tests.support import bpe_teacher
 
 PROBLEMS = [(1000 + i, 1000 + j) for i in range(6) for j in range(6)]
@@ -30,9 +30,9 @@ def batch(tokenizer: Tokenizer, told: str) -> tuple[torch.Tensor, torch.Tensor]:
     Args:
         told: the prompt as a text with {prompt} and {answer}.
     """
-    texts = [told.replace("{prompt}", task.prompt_text(a, b)).replace("{answer}", str(a + b)) for a, b in PROBLEMS]
+    texts = [told.replace("{prompt}", pair.prompt_text(a, b)).replace("{answer}", str(a + b)) for a, b in PROBLEMS]
     prompts = [tokenizer.encode_prompt([{"role": "user", "content": text}]) for text in texts]
-    responses = tokenizer.encode_plain([task.boxed(a + b) for a, b in PROBLEMS])
+    responses = tokenizer.encode_plain([pair.boxed(a + b) for a, b in PROBLEMS])
     rows = [[*p, *r, tokenizer.eos_ids[0]] for p, r in zip(prompts, responses, strict=True)]
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
@@ -58,7 +58,7 @@ def recipe(layers: int, hidden: int) -> Recipe:
 
 def write(model: torch.nn.Module, path: Path) -> None:
     model.save_pretrained(path)  # type: ignore[operator]
-    task.write_tokenizer(path)
+    pair.write_tokenizer(path)
 
 
 def make_pair(root: Path) -> None:
@@ -67,7 +67,7 @@ def make_pair(root: Path) -> None:
     drawn = np.random.default_rng(0).permutation(np.array(PROBLEMS))
     (root / "prompts").mkdir(parents=True)
     for name, rows in zip(("train", "code", "heldout"), np.split(drawn, [10, 20]), strict=True):
-        task.write_prompts(root / "prompts" / f"{name}.jsonl", rows)
+        pair.write_prompts(root / "prompts" / f"{name}.jsonl", rows)
     code = root / "prompts" / "code.jsonl"
     read = [json.loads(line) for line in code.read_text().splitlines()]
     other = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in read]
@@ -75,8 +75,8 @@ def make_pair(root: Path) -> None:
     settings = recipe(2, 48)
     model = new_model(settings)
     (root / "tokenizer").mkdir()
-    task.write_tokenizer(root / "tokenizer")
-    (root / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": task.EOS_ID}))
+    pair.write_tokenizer(root / "tokenizer")
+    (root / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": pair.EOS_ID}))
     tokenizer = Tokenizer.load(root / "tokenizer")
     train(model, tokenizer, settings, STUDENT_LOSS)
     write(model, root / "student")

@@ -1,7 +1,7 @@
 """Gradients of a plain Hugging Face run in bfloat16, to which the project's own bfloat16 error is compared.
 
 Used by the layout tests on the CPU and by `gpu_check` on a GPU. The computation is that of
-`nemo_oprd.distillation.reference.hugging_face`, but it runs on another device and adds gradients in float32.
+`nemo_oprd.distillation.reference`, but it runs on another device and adds gradients in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config, RepresentationLossConfig
-from nemo_oprd.distillation.reference import hugging_face as reference
+from nemo_oprd.distillation import reference
 from nemo_oprd.losses.representation import RowLoss
 
 

@@ -20,25 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
-from nemo_oprd.commands.rehearse import rank, shim
-from nemo_oprd.commands.rehearse.agreement import disagreements
-from nemo_oprd.commands.rehearse.command import ranks_of_interest, report
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.plan.estimate import Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
+from nemo_oprd.tools.rehearse import rank, shim
+from nemo_oprd.tools.rehearse.agreement import disagreements
+from nemo_oprd.tools.rehearse.command import ranks_of_interest, report
 
 # what a rehearsed rank imports once torch.cuda was replaced
 PRELOADED = (
     "nemo_oprd.train",
-    "nemo_oprd.models.weights.megatron_checkpoint",
-    "nemo_oprd.commands.rehearse.injections",
-    "nemo_oprd.commands.rehearse.invented_inputs",
-    "nemo_oprd.commands.rehearse.experts",
-    "nemo_oprd.commands.rehearse.recorder",
-    "nemo_oprd.commands.rehearse.fake_world",
-    "nemo_oprd.commands.rehearse.stand_ins",
-    "nemo_oprd.commands.rehearse.device_kernels",
+    "nemo_oprd.megatron.weights.megatron_checkpoint",
+    "nemo_oprd.tools.rehearse.injections",
+    "nemo_oprd.tools.rehearse.stand_ins",
+    "nemo_oprd.tools.rehearse.experts",
+    "nemo_oprd.tools.rehearse.recorder",
+    "nemo_oprd.tools.rehearse.fake_cuda",
+    "nemo_oprd.tools.rehearse.stand_ins",
+    "nemo_oprd.tools.rehearse.device_kernels",
 )
 GPU = "h100"
 
@@ -145,7 +145,7 @@ def serve() -> None:
     import torch
     import torch.nn.attention.bias  # before the functions of torch.cuda are replaced
 
-    from nemo_oprd.commands.rehearse import fake_cuda
+    from nemo_oprd.tools.rehearse import fake_cuda
 
     torch.set_num_threads(1)
     # each child does it again, with a memory of its own

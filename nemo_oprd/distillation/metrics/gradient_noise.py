@@ -26,7 +26,7 @@ from nemo_oprd.config.schema import LoggingConfig
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.distillation.step import StepResult
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.models.megatron.parallel import device
+from nemo_oprd.megatron.parallel import device
 
 
 def is_noise_due(logging: LoggingConfig, step: int) -> bool:

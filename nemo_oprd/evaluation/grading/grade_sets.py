@@ -19,12 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.evaluation import intervals
-from nemo_oprd.evaluation.files import DISAGREEMENTS, GENERATIONS, GRADES, METRICS, read_lines, write_lines
 from nemo_oprd.evaluation.grading.equality import MAX_CHARACTERS
 from nemo_oprd.evaluation.grading.graders import Grade, Grader, GraderChoice
 from nemo_oprd.evaluation.grading.spelling import canonical
-from nemo_oprd.evaluation.responses import Response, read_responses
-from nemo_oprd.evaluation.set_metrics import Sample
+from nemo_oprd.evaluation.intervals import Sample
+from nemo_oprd.evaluation.responses import (
+    DISAGREEMENTS,
+    GENERATIONS,
+    GRADES,
+    METRICS,
+    Response,
+    read_lines,
+    read_responses,
+    write_lines,
+)
 from nemo_oprd.losses.import_path import is_import_path
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import read_json, write_atomically

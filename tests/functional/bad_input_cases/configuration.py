@@ -14,7 +14,7 @@ BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else '1'] * 9)}]\n" 
 
 
 def nothing_installed() -> contextlib.AbstractContextManager:
-    return mock.patch("nemo_oprd.setup.checks.find_spec", return_value=None)
+    return mock.patch("nemo_oprd.run.checks.find_spec", return_value=None)
 
 
 case = Category("Configuration")

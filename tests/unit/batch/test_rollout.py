@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_oprd.batch import weight_spans
+from nemo_oprd.batch import types
 from nemo_oprd.batch.types import TOKEN_FIELDS, Rollout
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 
@@ -86,12 +86,12 @@ def test_files_hold_the_numbers_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [-(2**63), -1, 2**31, 2**70, 1.0, True, None])
 def test_versions_that_no_run_has_are_no_spans(version: object) -> None:
-    assert weight_spans.from_json([{"version": version, "start": 0, "end": 2}]) is None
+    assert types.from_json([{"version": version, "start": 0, "end": 2}]) is None
 
 
 def test_spans_as_files_hold_them() -> None:
     """`weight_version` stays where a single version sampled."""
-    one, two = weight_spans.span(3, 5), weight_spans.joined(weight_spans.span(3, 5), weight_spans.span(4, 1))
-    assert weight_spans.as_json(one)["weight_version"] == 3 and "weight_version" not in weight_spans.as_json(two)
+    one, two = types.span(3, 5), types.joined(types.span(3, 5), types.span(4, 1))
+    assert types.as_json(one)["weight_version"] == 3 and "weight_version" not in types.as_json(two)
     for spans in (one, two):
-        np.testing.assert_array_equal(weight_spans.from_json(weight_spans.as_json(spans)["weight_versions"]), spans)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(types.from_json(types.as_json(spans)["weight_versions"]), spans)  # type: ignore[arg-type]

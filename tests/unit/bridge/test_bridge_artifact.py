@@ -25,8 +25,7 @@ from nemo_oprd.bridge.artifact import describe_tensors, load_bridge, open_bridge
 from nemo_oprd.bridge.build import build_bridge
 from nemo_oprd.bridge.covariance import LayerPair, PairStatistics
 from nemo_oprd.bridge.fit import fit_ridge
-from nemo_oprd.bridge.full_width import draw_projector, full_width_bridge
-from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity
+from nemo_oprd.bridge.maps import Bridge, CapturePoint, LayerBridge, ModelIdentity, draw_projector, full_width_bridge
 from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.rollout.replay import read_rollouts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bridge_data import LAMBDAS, RHO2, collected, gaussian_pair, rotation
 
-from nemo_oprd.bridge.adamw import fit_adamw
+from nemo_oprd.bridge.build import fit_adamw
 from nemo_oprd.bridge.covariance import PairStatistics
 from nemo_oprd.bridge.fit import PENALTY_GRID, PairFit, fit_ridge, principal_directions
 from nemo_oprd.bridge.rank import (

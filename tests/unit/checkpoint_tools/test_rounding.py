@@ -13,7 +13,7 @@ import torch
 
 from checkpoint_tools._gguf import gguf_to_hf
 from checkpoint_tools._rounding import round_matrix
-from nemo_oprd.models.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
 
 ROOT = Path(__file__).parents[3]
 

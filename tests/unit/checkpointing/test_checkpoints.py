@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from nemo_oprd.checkpointing import directory as checkpoints
-from nemo_oprd.checkpointing.directory import (
+from nemo_oprd.run import checkpoint_directory as checkpoints
+from nemo_oprd.run.checkpoint_directory import (
     commit_checkpoint,
     find_checkpoint,
     find_damage_inside,
@@ -348,7 +348,7 @@ def test_state_that_another_rank_gathered_is_no_common_state() -> None:
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-    from nemo_oprd.models.megatron.optimizer_state import _leave_out_ungathered_state
+    from nemo_oprd.megatron.optimizer_state import _leave_out_ungathered_state
 
     groups = {"param_groups": [{"step": 3}]}
     alone = {"optimizer": dict(groups), "param_state_sharding_type": "fully_reshardable", "param_state": None}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.commands.doctor.codes import CODES
-from nemo_oprd.commands.doctor.findings import Finding
+from nemo_oprd.tools.doctor.findings import CODES, Finding
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,12 +15,12 @@ ROOT = Path(__file__).parents[3]
 def test_the_page_lists_them() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
     listed = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", page, flags=re.MULTILINE)
-    assert listed == list(CODES.items()), "rewrite the table of docs/doctor.md from nemo_oprd/commands/doctor/codes.py"
+    assert listed == list(CODES.items()), "rewrite the table of docs/doctor.md from nemo_oprd/tools/doctor/findings.py"
 
 
 def test_every_code_is_said() -> None:
     files = (ROOT / "nemo_oprd" / "commands" / "doctor").glob("*.py")
-    said = "\n".join(file.read_text() for file in files if file.name != "codes.py")
+    said = "\n".join(file.read_text() for file in files if file.name != "findings.py")
     assert [code for code in CODES if f'"{code}"' not in said] == []
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", code) for code in CODES)
 

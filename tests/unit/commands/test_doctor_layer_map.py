@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_oprd.commands.doctor.layer_map import LayerMap, best_monotone, order, origins, rounds, similar_layers
+from nemo_oprd.tools.doctor.layer_map import LayerMap, best_monotone, order, origins, rounds, similar_layers
 
 
 def of(pairs: dict[int, int], teacher_depth: int, *, final_norm: bool = True) -> LayerMap:

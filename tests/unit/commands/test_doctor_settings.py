@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 from family_configs import LLAMA, QWEN2, QWEN3_MOE
 
-from nemo_oprd.commands.doctor.config_values import config_values
-from nemo_oprd.commands.doctor.findings import Finding
-from nemo_oprd.commands.doctor.instructions import contradictions, instructions, repeated_requests
-from nemo_oprd.commands.doctor.prompts import _texts, prompt_files
-from nemo_oprd.commands.doctor.run_settings import settings
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.models import parse_model_spec
+from nemo_oprd.tools.doctor.findings import Finding
+from nemo_oprd.tools.doctor.prompts import _texts, contradictions, instructions, prompt_files, repeated_requests
+from nemo_oprd.tools.doctor.run_settings import config_values, settings
 
 CONFIGS = sorted(file.stem for file in (Path(__file__).parents[3] / "conf").glob("*.yaml"))
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -8,9 +8,9 @@ import pytest
 
 from nemo_oprd.cli import main
 from nemo_oprd.commands import families
+from nemo_oprd.megatron.megatron_bridge.provider_fields import PLAIN, REFUSED
 from nemo_oprd.models import FAMILIES
-from nemo_oprd.models.megatron_bridge.provider_fields import PLAIN, REFUSED
-from nemo_oprd.models.megatron_bridge.supported import KINDS, REFUSED_FAMILIES
+from nemo_oprd.models.megatron_bridge_families import KINDS, REFUSED_FAMILIES
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import yaml
 from nemo_rl_recipes import put, write_recipes
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.from_nemo_rl.keys import translate
-from nemo_oprd.commands.from_nemo_rl.models import ranks
-from nemo_oprd.commands.from_nemo_rl.recipe import load_recipe
 from nemo_oprd.config.loading import from_composed, load_config
+from nemo_oprd.integrations.from_nemo_rl.keys import translate
+from nemo_oprd.integrations.from_nemo_rl.models import ranks
+from nemo_oprd.integrations.from_nemo_rl.recipe import load_recipe
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from nemo_rl_recipes import put, write_recipes
 
-from nemo_oprd.commands.from_nemo_rl.keys import translate
-from nemo_oprd.commands.from_nemo_rl.recipe import Recipe, load_recipe
+from nemo_oprd.integrations.from_nemo_rl.keys import translate
+from nemo_oprd.integrations.from_nemo_rl.recipe import Recipe, load_recipe
 
 SEVERAL = "several"
 # (recipe, what else has to be so) of the keys below

@@ -15,22 +15,26 @@ import torch
 from family_configs import LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE, QWEN_1P5B
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.cli import main
-from nemo_oprd.commands.plan.activations import feed_forward_values, layer_bytes, microbatches_in_flight
-from nemo_oprd.commands.plan.alternatives import alternatives, changed
-from nemo_oprd.commands.plan.attention_kinds import all_attention_flops, attention_weight_shapes, delta_net_values
-from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
-from nemo_oprd.commands.plan.memory import forward_bytes
-from nemo_oprd.commands.plan.operations import step_bytes, step_flops
-from nemo_oprd.commands.plan.parameters import model_parameters, stage_parameters
-from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.memory_bounds import cache_bytes_per_token, state_bytes
-from nemo_oprd.layout import Layout
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet, LatentAttention
-from nemo_oprd.setup.resolve import resolve, resolve_models
+from nemo_oprd.run.resolve import resolve, resolve_models
+from nemo_oprd.tools.plan.alternatives import alternatives, changed
+from nemo_oprd.tools.plan.estimate import Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
+from nemo_oprd.tools.plan.memory import feed_forward_values, forward_bytes, layer_bytes, microbatches_in_flight
+from nemo_oprd.tools.plan.operations import step_bytes, step_flops
+from nemo_oprd.tools.plan.parameters import (
+    all_attention_flops,
+    attention_weight_shapes,
+    delta_net_values,
+    model_parameters,
+    stage_parameters,
+)
+from nemo_oprd.tools.plan.workload import make_workload
 
 FAMILY_CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "phi3": PHI3}
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from family_configs import QWEN3_MOE
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.cli import main
-from nemo_oprd.commands.plan.alternatives import Alternative, Search, alternatives, changed
-from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
-from nemo_oprd.commands.plan.operations import step_bytes
-from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
-from nemo_oprd.layout import Layout
-from nemo_oprd.setup.preflight import preflight
-from nemo_oprd.setup.resolve import resolve, resolve_models
+from nemo_oprd.run.preflight import preflight
+from nemo_oprd.run.resolve import resolve, resolve_models
+from nemo_oprd.tools.plan.alternatives import Alternative, Search, alternatives, changed
+from nemo_oprd.tools.plan.estimate import Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
+from nemo_oprd.tools.plan.operations import step_bytes
+from nemo_oprd.tools.plan.workload import make_workload
 from tests.support.recipe_models import RECIPES, SHAPES, write_models
 
 QWEN3_8B = {**SHAPES["Qwen3-4B"], "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
@@ -102,8 +102,8 @@ def test_what_is_named_fits_and_is_valid_and_in_order(
 ) -> None:
     """All that the search finds, not the first three: `train` accepts it on as many ranks, and plan says the same of
     the written arguments. The faster come first, of equally fast ones the smaller."""
-    monkeypatch.setattr("nemo_oprd.rollout.engine_kinds.find_python", lambda settings: None)  # vLLM's environment
-    monkeypatch.setattr("nemo_oprd.setup.preflight.check_files", lambda *_: None)  # there are none
+    monkeypatch.setattr("nemo_oprd.run.engine_kinds.find_python", lambda settings: None)  # vLLM's environment
+    monkeypatch.setattr("nemo_oprd.run.preflight.check_files", lambda *_: None)  # there are none
     config = (experts if kind == "experts" else eight_billion)(models, *settings)
     assert estimate(resolve(config, ranks), on(ranks)).problems
     began = time.process_time()

@@ -13,16 +13,16 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
-from nemo_oprd.commands.plan.gpus import ASSUMED, GPUS, Cluster
-from nemo_oprd.commands.plan.parameters import model_parameters
-from nemo_oprd.commands.plan.served import CODE
-from nemo_oprd.commands.plan.served_model import served_model
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.setup.resolve import resolve
-from nemo_oprd.teacher_servers.launch import server_arguments
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.plan.estimate import Estimate, Lengths, estimate
+from nemo_oprd.tools.plan.gpus import ASSUMED, GPUS, Cluster
+from nemo_oprd.tools.plan.parameters import model_parameters
+from nemo_oprd.tools.plan.served import CODE
+from nemo_oprd.tools.plan.workload import served_model
+from nemo_oprd.vllm.teacher_launch import server_arguments
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nemo_oprd.commands.rehearse import fla_functions
-from nemo_oprd.models.megatron import delta_net
+from nemo_oprd.megatron import delta_net
+from nemo_oprd.tools.rehearse import fla_functions
 
 TOKENS, HEADS, KEY, VALUE = 150, 3, 8, 16
 BOUNDS = torch.tensor([0, 70, TOKENS])

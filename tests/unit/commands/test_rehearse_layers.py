@@ -10,10 +10,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from nemo_oprd.commands.rehearse import layers, te_package
-from nemo_oprd.commands.rehearse.known_waits import unknown_waits
-from nemo_oprd.commands.rehearse.te_functions import Functions, NotRehearsed
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.tools.rehearse import layers, te_package
+from nemo_oprd.tools.rehearse.known_waits import unknown_waits
+from nemo_oprd.tools.rehearse.te_functions import Functions, NotRehearsed
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,13 +15,13 @@ from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.cli import main, make_parser
-from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
-from nemo_oprd.commands.plan.memory import rows_on_rank
-from nemo_oprd.commands.rehearse.agreement import disagreements
-from nemo_oprd.commands.rehearse.command import PARTS, planned_bytes, ranks_of_interest, role_of
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import RunSpec, resolve
+from nemo_oprd.run.resolve import RunSpec, resolve
+from nemo_oprd.tools.plan.estimate import Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
+from nemo_oprd.tools.plan.memory import rows_on_rank
+from nemo_oprd.tools.rehearse.agreement import disagreements
+from nemo_oprd.tools.rehearse.command import PARTS, planned_bytes, ranks_of_interest, role_of
 
 TWO_STAGES = ("student.parallel.tensor=2", "student.parallel.pipeline=2", "teacher.parallel.tensor=2")
 
@@ -153,7 +153,7 @@ def test_the_first_fake_tensor_makes_none_on_a_device() -> None:
     """In torch 2.11 it does, to start CUDA, where `is_available` says that there is a device."""
     code = """
 import functools
-from nemo_oprd.commands.rehearse import shim
+from nemo_oprd.tools.rehearse import shim
 shim.load()
 import torch.nn.attention.bias  # before the functions of torch.cuda are replaced
 from torch._subclasses import fake_tensor
@@ -165,7 +165,7 @@ def init_gpu_context(device):  # as in torch 2.11
 
 assert callable(fake_tensor.init_gpu_context)
 fake_tensor.init_gpu_context = init_gpu_context
-from nemo_oprd.commands.rehearse import fake_cuda
+from nemo_oprd.tools.rehearse import fake_cuda
 fake_cuda.install(1 << 30, live=lambda: 0, peak=lambda: 0, wait=lambda what: None)
 fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
 with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from nemo_oprd.commands.report import command
-from nemo_oprd.commands.report.page import TEMPLATE, write_report
-from nemo_oprd.observability.run_reader import read_run, short_names
+from nemo_oprd.run.run_reader import read_run, short_names
+from nemo_oprd.tools.report import command
+from nemo_oprd.tools.report.page import TEMPLATE, write_report
 
 pytest.importorskip("matplotlib")
 yaml = pytest.importorskip("yaml")
@@ -311,12 +311,12 @@ def test_short_names(tmp_path):
 
 def test_the_template_is_installed_with_the_package():
     """In a source tree and in a wheel, whose files hatch selects by the rules of pyproject.toml and .gitignore."""
-    package = resources.files("nemo_oprd.commands.report")
+    package = resources.files("nemo_oprd.tools.report")
     assert package.joinpath(TEMPLATE).is_file()
     wheel = pytest.importorskip("hatchling.builders.wheel")
     root = Path(__file__).parents[3]
     packed = {file.distribution_path for file in wheel.WheelBuilder(str(root)).recurse_included_files()}
-    assert f"nemo_oprd/commands/report/{TEMPLATE}" in packed
+    assert f"nemo_oprd/tools/report/{TEMPLATE}" in packed
 
 
 def test_the_page_starts_with_its_doctype(tmp_path):

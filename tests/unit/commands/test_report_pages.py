@@ -14,15 +14,14 @@ import yaml
 from report_runs import PROBLEMS, TOKENS, make_run
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.report import command
-from nemo_oprd.commands.report import page as pages
-from nemo_oprd.commands.report.numbers import interval, number, signed
-from nemo_oprd.commands.report.page import write_report
-from nemo_oprd.commands.report.panels import training_minutes
-from nemo_oprd.commands.report.tokens import token_panel
-from nemo_oprd.evaluation.intervals import Difference
-from nemo_oprd.evaluation.set_metrics import MEANINGS
-from nemo_oprd.observability.run_reader import read_run
+from nemo_oprd.evaluation.intervals import MEANINGS, Difference
+from nemo_oprd.run.run_reader import read_run
+from nemo_oprd.tools.report import command
+from nemo_oprd.tools.report import page as pages
+from nemo_oprd.tools.report.figures import interval, number, signed
+from nemo_oprd.tools.report.page import write_report
+from nemo_oprd.tools.report.panels import training_minutes
+from nemo_oprd.tools.report.tokens import token_panel
 
 pytest.importorskip("matplotlib")
 MINUS = "\N{MINUS SIGN}"
@@ -275,15 +274,15 @@ def test_responses_before_and_after(page: str) -> None:
 
 
 def test_prompts_are_decoded_with_the_run_s_tokenizer(runs: list[Path], tmp_path: Path) -> None:
-    from nemo_oprd.commands.toy import task
+    from nemo_oprd.tools.toy import pair
 
     text = write_report(runs[:1], tmp_path / "without.html").read_text()
     assert "a prompt of 3 tokens" in text
     run = make_run(tmp_path / "with")
     main(["grade", str(run), "--judge", "text"])
     (run / "hf").mkdir()
-    task.write_tokenizer(run / "hf")
-    expected = task.ALPHABET[5 - 3] + task.ALPHABET[6 - 3] + task.ALPHABET[7 - 3]
+    pair.write_tokenizer(run / "hf")
+    expected = pair.ALPHABET[5 - 3] + pair.ALPHABET[6 - 3] + pair.ALPHABET[7 - 3]
     assert f"<h3>{expected}</h3>" in write_report([run], tmp_path / "with.html").read_text()
 
 

@@ -15,10 +15,10 @@ import sentencepiece
 import torch
 from transformers import GenerationConfig, Qwen2ForCausalLM
 
-from nemo_oprd.commands.toy import pair, task
 from nemo_oprd.data.prompts import load_prompts
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.models import read_model_spec
+from nemo_oprd.tools.toy import pair
 from studies import theory
 from studies.toy_study import Study
 from tests.support.bpe_teacher import make_bpe_teacher
@@ -68,27 +68,27 @@ def files(directory: Path) -> dict[str, bytes]:
     ],
 )
 def test_response_text(a, b, response):
-    assert task.response_text(a, b) == response
-    assert len(task.prompt_text(a, b)) == task.PROMPT_LENGTH
+    assert pair.response_text(a, b) == response
+    assert len(pair.prompt_text(a, b)) == pair.PROMPT_LENGTH
 
 
 def test_scratch_adds_up():
     """Reads the columns back: they hold both numbers and, with the last carry, the sum that is boxed."""
-    for a, b in np.random.default_rng(0).integers(task.SMALLEST, task.LARGEST + 1, (300, 2)).tolist():
-        columns, answer = re.fullmatch(r"((?:\d{3}[.'])+)\\boxed\{(\d+)\}", task.response_text(a, b)).groups()
+    for a, b in np.random.default_rng(0).integers(pair.SMALLEST, pair.LARGEST + 1, (300, 2)).tolist():
+        columns, answer = re.fullmatch(r"((?:\d{3}[.'])+)\\boxed\{(\d+)\}", pair.response_text(a, b)).groups()
         of_a, of_b, of_sum, marks = (columns[i::4][::-1] for i in range(4))
         assert (int(of_a), int(of_b)) == (a, b)
         assert int(("1" if marks[0] == "'" else "") + of_sum) == a + b == int(answer)
 
 
 def test_correct_responses():
-    right = task.encode(task.response_text(1234, 5678))
-    assert task.is_correct([*right, task.EOS_ID], 1234, 5678)
-    assert task.is_correct([*right, task.EOS_ID, 5, 6], 1234, 5678), "what follows the end does not count"
-    assert not task.is_correct(right, 1234, 5678), "it must end"
-    assert not task.is_correct([*right, task.EOS_ID], 1234, 5679)
-    assert not task.is_correct([*task.encode("\\boxed{16912}"), task.EOS_ID], 1234, 5678)
-    assert not task.is_correct([], 1234, 5678)
+    right = pair.encode(pair.response_text(1234, 5678))
+    assert pair.is_correct([*right, pair.EOS_ID], 1234, 5678)
+    assert pair.is_correct([*right, pair.EOS_ID, 5, 6], 1234, 5678), "what follows the end does not count"
+    assert not pair.is_correct(right, 1234, 5678), "it must end"
+    assert not pair.is_correct([*right, pair.EOS_ID], 1234, 5679)
+    assert not pair.is_correct([*pair.encode("\\boxed{16912}"), pair.EOS_ID], 1234, 5678)
+    assert not pair.is_correct([], 1234, 5678)
 
 
 # The tokenizer
@@ -100,7 +100,7 @@ def test_both_tokenizer_formats_agree(tiny, tmp_path, with_config):
     directory = tiny / "student"
     if not with_config:
         directory = tmp_path
-        task.write_tokenizer(directory)
+        pair.write_tokenizer(directory)
     tokenizer = Tokenizer.load(directory)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     assert (pieces.pad_id(), pieces.eos_id(), pieces.unk_id(), pieces.bos_id()) == (0, 1, 2, -1)
@@ -108,15 +108,15 @@ def test_both_tokenizer_formats_agree(tiny, tmp_path, with_config):
     for name in SETS:
         for prompt in load_prompts(tiny / "prompts" / f"{name}.jsonl"):
             question = prompt.messages[0]["content"]
-            text = question + task.response_text(*operands(question))
-            ids = task.encode(text)
+            text = question + pair.response_text(*operands(question))
+            ids = pair.encode(text)
             assert tokenizer.encode(text) == pieces.encode(text) == ids
-            assert tokenizer.decode([*ids, task.EOS_ID]) == pieces.decode(ids) == text
-            assert tokenizer.encode_prompt(list(prompt.messages)) == ids[: task.PROMPT_LENGTH]
+            assert tokenizer.decode([*ids, pair.EOS_ID]) == pieces.decode(ids) == text
+            assert tokenizer.encode_prompt(list(prompt.messages)) == ids[: pair.PROMPT_LENGTH]
 
 
 def test_every_character_has_its_own_id():
-    assert sorted(task.encode(task.ALPHABET)) == list(range(3, task.VOCAB_SIZE))
+    assert sorted(pair.encode(pair.ALPHABET)) == list(range(3, pair.VOCAB_SIZE))
 
 
 # The prompt sets
@@ -145,16 +145,16 @@ def test_sets_drop_repetitions():
             fresh = np.random.default_rng(0).integers(low, high, (shape[0] // 2, 2))
             return np.stack([fresh, fresh[:, ::-1]], axis=1).reshape(-1, 2)
 
-    sets = task.disjoint_problems(Repeating(), {"one": 3, "two": 1})
+    sets = pair.disjoint_problems(Repeating(), {"one": 3, "two": 1})
     assert {name: len(rows) for name, rows in sets.items()} == {"one": 3, "two": 1}
     assert len({frozenset(row) for rows in sets.values() for row in rows.tolist()}) == 4
 
 
 def test_training_problems_avoid_the_evaluation_sets():
-    free = task.sample_problems(np.random.default_rng(5), 50, np.array([], dtype=np.int64))
-    forbidden = task.problem_key(free[::2, ::-1])
-    avoided = task.sample_problems(np.random.default_rng(5), 50, forbidden)
-    assert not np.isin(task.problem_key(avoided), forbidden).any()
+    free = pair.sample_problems(np.random.default_rng(5), 50, np.array([], dtype=np.int64))
+    forbidden = pair.problem_key(free[::2, ::-1])
+    avoided = pair.sample_problems(np.random.default_rng(5), 50, forbidden)
+    assert not np.isin(pair.problem_key(avoided), forbidden).any()
     assert (avoided[1::2] == free[1::2]).all(), "only the forbidden ones are drawn again"
 
 
@@ -166,12 +166,12 @@ def test_model_directories(tiny):
     for role in ("student", "teacher"):
         spec = read_model_spec(tiny / role)
         assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads) == (2, 32, 4, 2)
-        assert spec.vocab_size == Tokenizer.load(tiny / role).vocab_size == task.VOCAB_SIZE
+        assert spec.vocab_size == Tokenizer.load(tiny / role).vocab_size == pair.VOCAB_SIZE
         assert (spec.max_positions, spec.tied_embeddings, spec.dtype) == (128, False, "float32")
         assert spec.ffn_size % 32 == 0
         generation = GenerationConfig.from_pretrained(tiny / role)
-        assert (generation.eos_token_id, generation.pad_token_id) == (task.EOS_ID, task.PAD_ID)
-        assert Tokenizer.load(tiny / role).eos_ids == (task.EOS_ID,)
+        assert (generation.eos_token_id, generation.pad_token_id) == (pair.EOS_ID, pair.PAD_ID)
+        assert Tokenizer.load(tiny / role).eos_ids == (pair.EOS_ID,)
         weights[role] = Qwen2ForCausalLM.from_pretrained(tiny / role).state_dict()
     assert weights["student"].keys() == weights["teacher"].keys()
     assert all(not torch.equal(weights["student"][name], weights["teacher"][name]) for name in weights["student"])
@@ -179,37 +179,37 @@ def test_model_directories(tiny):
 
 def test_training_learns(tiny):
     """The teacher, trained twice as long, predicts the responses better than the student, and both beat guessing."""
-    problems = task.sample_problems(np.random.default_rng(7), 64, np.array([], dtype=np.int64))
+    problems = pair.sample_problems(np.random.default_rng(7), 64, np.array([], dtype=np.int64))
     inputs, labels = pair.training_batch(problems)
     loss = {}
     for role in ("student", "teacher"):
         with torch.no_grad():
             logits = Qwen2ForCausalLM.from_pretrained(tiny / role)(input_ids=inputs).logits
         loss[role] = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
-    assert loss["teacher"] < loss["student"] - 0.1 < math.log(task.VOCAB_SIZE) - 0.2
+    assert loss["teacher"] < loss["student"] - 0.1 < math.log(pair.VOCAB_SIZE) - 0.2
 
 
 def test_training_batch():
     inputs, labels = pair.training_batch(np.array([[1234, 5678], [9999, 9999]]))
-    assert inputs.shape == labels.shape == (2, task.PROMPT_LENGTH + 29)
+    assert inputs.shape == labels.shape == (2, pair.PROMPT_LENGTH + 29)
     for row, (a, b) in enumerate([(1234, 5678), (9999, 9999)]):
-        response = [*task.encode(task.response_text(a, b)), task.EOS_ID]
+        response = [*pair.encode(pair.response_text(a, b)), pair.EOS_ID]
         assert labels[row][labels[row] != -100].tolist() == response
-        assert labels[row, task.PROMPT_LENGTH - 1].item() == response[0]
-        text = task.encode(task.prompt_text(a, b)) + response[:-1]
+        assert labels[row, pair.PROMPT_LENGTH - 1].item() == response[0]
+        text = pair.encode(pair.prompt_text(a, b)) + response[:-1]
         assert inputs[row, : len(text)].tolist() == text
 
 
 def test_cached_sampling_is_the_full_forward(student):
-    problems = task.sample_problems(np.random.default_rng(3), 6, np.array([], dtype=np.int64))
+    problems = pair.sample_problems(np.random.default_rng(3), 6, np.array([], dtype=np.int64))
     responses = pair.sample_responses(student, problems, temperature=0.0)
     for response, (a, b) in zip(responses, problems.tolist(), strict=True):
-        ids = [*task.encode(task.prompt_text(a, b)), *response]
+        ids = [*pair.encode(pair.prompt_text(a, b)), *response]
         with torch.no_grad():
             predicted = student(input_ids=torch.tensor([ids])).logits[0].argmax(dim=-1).tolist()
-        assert response == predicted[task.PROMPT_LENGTH - 1 : -1]
-        ends_at_eos = response.count(task.EOS_ID) == 1 and response[-1] == task.EOS_ID
-        assert ends_at_eos or (task.EOS_ID not in response and len(response) == pair.MAX_RESPONSE_TOKENS)
+        assert response == predicted[pair.PROMPT_LENGTH - 1 : -1]
+        ends_at_eos = response.count(pair.EOS_ID) == 1 and response[-1] == pair.EOS_ID
+        assert ends_at_eos or (pair.EOS_ID not in response and len(response) == pair.MAX_RESPONSE_TOKENS)
 
 
 def test_sampling_ends_at_the_end_of_sequence():
@@ -220,8 +220,8 @@ def test_sampling_ends_at_the_end_of_sequence():
 
         def __call__(self, input_ids, **_):
             self.steps += 1
-            tokens = [5 if self.steps <= row else task.EOS_ID if self.steps == row + 1 else 6 for row in range(3)]
-            logits = torch.nn.functional.one_hot(torch.tensor(tokens), task.VOCAB_SIZE)[:, None].float()
+            tokens = [5 if self.steps <= row else pair.EOS_ID if self.steps == row + 1 else 6 for row in range(3)]
+            logits = torch.nn.functional.one_hot(torch.tensor(tokens), pair.VOCAB_SIZE)[:, None].float()
             return SimpleNamespace(past_key_values=None, logits=logits)
 
     model = Scripted()
@@ -231,7 +231,7 @@ def test_sampling_ends_at_the_end_of_sequence():
 
 
 def test_sampling_follows_its_seed_and_temperature(student):
-    problems = task.sample_problems(np.random.default_rng(3), 20, np.array([], dtype=np.int64))
+    problems = pair.sample_problems(np.random.default_rng(3), 20, np.array([], dtype=np.int64))
     first = pair.sample_responses(student, problems, temperature=1.0, seed=1)
     assert first == pair.sample_responses(student, problems, temperature=1.0, seed=1)
     assert first != pair.sample_responses(student, problems, temperature=1.0, seed=2)
@@ -241,7 +241,7 @@ def test_sampling_follows_its_seed_and_temperature(student):
 
 def test_solved_counts_right_answers():
     problems = np.array([[1234, 5678], [2000, 3000], [1111, 1111], [4000, 4000]])
-    responses = [[*task.encode(task.response_text(a, b)), task.EOS_ID] for a, b in problems.tolist()]
+    responses = [[*pair.encode(pair.response_text(a, b)), pair.EOS_ID] for a, b in problems.tolist()]
     assert pair.solved(responses, problems) == 1.0
     responses[2] = responses[1]
     assert pair.solved(responses, problems) == 0.75

@@ -11,24 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_oprd.checkpointing.directory import commit_checkpoint, partial_directory
-from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.config import resume_rules
 from nemo_oprd.config.keys import keys
 from nemo_oprd.config.loading import as_plain, load_config
 from nemo_oprd.config.resume_rules import allowed, changes, rule_of
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models.fingerprint import fingerprint
-from nemo_oprd.observability.config_history import (
-    Span,
-    config_at,
-    config_files,
-    current_config,
-    record_config,
-    spans,
-)
-from nemo_oprd.observability.run_reader import read_run
-from nemo_oprd.setup.resume import check_resume, models_of
+from nemo_oprd.run.checkpoint_directory import commit_checkpoint, partial_directory
+from nemo_oprd.run.config_history import Span, config_at, config_files, current_config, record_config, spans
+from nemo_oprd.run.resume import check_resume, models_of
+from nemo_oprd.run.run_reader import read_run
+from nemo_oprd.tools.report.page import write_report
 
 
 def model(directory: Path, content: bytes = b"weights") -> Path:

@@ -10,9 +10,9 @@ import yaml
 
 from nemo_oprd.config.keys import keys
 from nemo_oprd.config.loading import default_config_dir, load_config, to_yaml
+from nemo_oprd.config.messages import USUAL_NAMES
 from nemo_oprd.config.schema import Config
-from nemo_oprd.config.usual_names import USUAL_NAMES
-from nemo_oprd.rollout.vllm.endpoint import check_endpoints
+from nemo_oprd.vllm.endpoint import check_endpoints
 
 MODELS = ["student.hf_path=a", "teacher.hf_path=b"]
 SHIPPED = sorted(file.stem for file in default_config_dir().glob("*.yaml"))

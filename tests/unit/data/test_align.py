@@ -22,10 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from nemo_oprd.data.tokenization.align import _to_text, align_batch, coverage_of
-from nemo_oprd.data.tokenization.matching import equal_spans
-from nemo_oprd.data.tokenization.token_bytes import byte_table
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.align import _to_text, align_batch, coverage_of, equal_spans
+from nemo_oprd.data.token_bytes import byte_table
+from nemo_oprd.data.tokenizer import Tokenizer
 
 
 def byte_ends(tokenizer: Tokenizer, ids: list[int]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from nemo_oprd.data.contamination import CONTAINED_SHARE, SEQUENCE_WORDS, TrainingTexts
+from nemo_oprd.data.preparation import CONTAINED_SHARE, SEQUENCE_WORDS, TrainingTexts
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.data.text import normalize, words_of
 

@@ -11,14 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.data.contamination import TrainingTexts
-from nemo_oprd.data.preparation import DataReport, Preparation, prepare
+from nemo_oprd.data.preparation import DataReport, Preparation, TrainingTexts, prepare
 from nemo_oprd.data.prompts import load_prompts
+from nemo_oprd.data.template_use import template_notes, unread_fields
 from nemo_oprd.data.text import identity, with_suffix
-from nemo_oprd.data.tokenization.identity import teacher_prompts
-from nemo_oprd.data.tokenization.template_use import template_notes, unread_fields
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer, copy_tokenizer_files
-from nemo_oprd.setup.prompts import read_run_prompts
+from nemo_oprd.data.tokenizer import Tokenizer, copy_tokenizer_files, teacher_prompts
+from nemo_oprd.run.data import read_run_prompts
 from tests.support.align_tokenizers import byte_level
 from tests.support.conversation_rows import ASKED, CALL, PLAIN, TEMPLATE, TURNS, WEATHER, jsonl, parquet
 

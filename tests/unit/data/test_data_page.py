@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_oprd.cli import main
-from nemo_oprd.commands.toy import task
+from nemo_oprd.tools.toy import pair
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
@@ -21,10 +21,10 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DO
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with the prompts of the toy pair."""
     rng = np.random.default_rng(0)
-    sets = task.disjoint_problems(rng, {"train": 300, "tune": 60, "heldout": 50})
+    sets = pair.disjoint_problems(rng, {"train": 300, "tune": 60, "heldout": 50})
     (tmp_path / "runs" / "toy" / "prompts").mkdir(parents=True)
     for name, rows in sets.items():
-        task.write_prompts(tmp_path / "runs" / "toy" / "prompts" / f"{name}.jsonl", rows)
+        pair.write_prompts(tmp_path / "runs" / "toy" / "prompts" / f"{name}.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -14,7 +14,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.preparation import DataReport, Preparation, PreparedPrompts, decontaminate, prepare
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.data.text import identity, share_of
-from nemo_oprd.setup.prompt_files import held_out_problems, validation_problems
+from nemo_oprd.run.prompt_files import held_out_problems, validation_problems
 
 DATA = Path(__file__).resolve().parents[3] / "../shared/data"
 BOX = r"Please reason step by step, and put your final answer within \boxed{}."

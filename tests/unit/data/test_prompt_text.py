@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_oprd.data.prompts import Prompt
-from nemo_oprd.data.text import (
-    SuffixCounts,
-    identity,
-    normalize,
-    share_of,
-    with_suffix,
-    without_instructions,
-    words_of,
-)
+from nemo_oprd.data.text import SuffixCounts, identity, normalize, share_of, with_suffix, without_instructions, words_of
 
 BOX = r"Please reason step by step, and put your final answer within \boxed{}."
 ANSWER = 'Remember to put your answer on its own line after "Answer:".'

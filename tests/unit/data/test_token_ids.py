@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.commands.toy import task
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer, copy_tokenizer_files
+from nemo_oprd.data.tokenizer import Tokenizer, copy_tokenizer_files
+from nemo_oprd.tools.toy import pair
 
 TEXT = "1234+5678=482'371'269.156.\\boxed{6912}"
 
@@ -18,7 +18,7 @@ def directory(tmp_path: Path) -> Path:
     """The toy tokenizer and no model config."""
     path = tmp_path / "model"
     path.mkdir()
-    task.write_tokenizer(path)
+    pair.write_tokenizer(path)
     return path
 
 
@@ -32,7 +32,7 @@ def edit_json(file: Path, **changes: object) -> None:
 def appending_eos(directory: Path) -> None:
     """Makes the tokenizer one that ends every text with <eos> unless told not to, as many do with <bos>."""
     single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<eos>", "type_id": 0}}]
-    special = {"<eos>": {"id": "<eos>", "ids": [task.EOS_ID], "tokens": ["<eos>"]}}
+    special = {"<eos>": {"id": "<eos>", "ids": [pair.EOS_ID], "tokens": ["<eos>"]}}
     processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
     edit_json(directory / "tokenizer.json", post_processor=processor)
 
@@ -40,16 +40,16 @@ def appending_eos(directory: Path) -> None:
 def test_ids_and_text(directory):
     tokenizer = Tokenizer.load(str(directory))
     assert tokenizer.path == directory
-    assert tokenizer.vocab_size == task.VOCAB_SIZE == 25
-    assert tokenizer.encode(TEXT) == task.encode(TEXT)
-    assert tokenizer.decode([task.PAD_ID, *task.encode(TEXT), task.EOS_ID]) == TEXT
+    assert tokenizer.vocab_size == pair.VOCAB_SIZE == 25
+    assert tokenizer.encode(TEXT) == pair.encode(TEXT)
+    assert tokenizer.decode([pair.PAD_ID, *pair.encode(TEXT), pair.EOS_ID]) == TEXT
     assert tokenizer.decode([]) == ""
 
 
 def test_special_tokens_are_not_added(directory):
     appending_eos(directory)
     tokenizer = Tokenizer.load(directory)
-    assert tokenizer.hf.encode("12") == [4, 5, task.EOS_ID], "the fixture does not add what it should"
+    assert tokenizer.hf.encode("12") == [4, 5, pair.EOS_ID], "the fixture does not add what it should"
     assert tokenizer.encode("12") == [4, 5]
     assert tokenizer.encode_prompt([{"role": "user", "content": "12"}]) == [4, 5]
 
@@ -58,7 +58,7 @@ def test_prompt_in_the_chat_template(directory):
     template = "{% for m in messages %}+{{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}={% endif %}"
     edit_json(directory / "tokenizer_config.json", chat_template=template)
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "23"}]
-    assert Tokenizer.load(directory).encode_prompt(messages) == task.encode("+1.+23.=")
+    assert Tokenizer.load(directory).encode_prompt(messages) == pair.encode("+1.+23.=")
 
 
 def test_no_chat_template(directory):
@@ -78,7 +78,7 @@ def test_no_chat_template(directory):
         (None, [3, 4], (3, 4)),
         (None, 3, (3,)),
         ([], 3, (3,)),
-        (None, None, (task.EOS_ID,)),
+        (None, None, (pair.EOS_ID,)),
     ],
 )
 def test_stop_ids(directory, generation, config, expected):
@@ -88,7 +88,7 @@ def test_stop_ids(directory, generation, config, expected):
 
 
 def test_stop_ids_without_any_config(directory):
-    assert Tokenizer.load(directory).eos_ids == (task.EOS_ID,)
+    assert Tokenizer.load(directory).eos_ids == (pair.EOS_ID,)
 
 
 def test_no_stop_id(directory):

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.batch.position_bins import PROFILE_BINS
-from nemo_oprd.batch.token_table import make_rows
+from nemo_oprd.batch.token_table import PROFILE_BINS, make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.hidden_state_loss import (
     LAYER_METRICS,
@@ -18,7 +17,7 @@ from nemo_oprd.distillation.hidden_state_loss import (
     layer_sums,
     position_gap,
 )
-from nemo_oprd.distillation.metrics.named_sums import NamedSums
+from nemo_oprd.distillation.metrics.step_metrics import NamedSums
 from nemo_oprd.distillation.sampling_check import drift_metrics
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.evaluation.agreement import (
     PromptAgreement,
     Response,

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.evaluation.intervals import measure, scalars
-from nemo_oprd.evaluation.set_metrics import MEANINGS, UNDEFINED, Sample, kind_of
+from nemo_oprd.evaluation.intervals import MEANINGS, UNDEFINED, Sample, kind_of, measure, scalars
 
 
 def samples(grades: list[list[int]], text: str = "", length: int = 1) -> list[Sample]:

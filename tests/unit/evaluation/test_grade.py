@@ -12,9 +12,8 @@ import pytest
 
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.evaluation.grading import equality as grade
-from nemo_oprd.evaluation.grading.equality import judge
+from nemo_oprd.evaluation.grading.equality import judge, pairs, settle
 from nemo_oprd.evaluation.grading.extraction import extract_boxed, final_part
-from nemo_oprd.evaluation.grading.readings import pairs, settle
 
 
 def is_correct(response: str, answer: str) -> bool:

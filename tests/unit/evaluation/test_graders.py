@@ -20,7 +20,7 @@ from nemo_oprd.evaluation.grading.graders import (
     check_judge,
     resolve,
 )
-from nemo_oprd.setup.checks import check_graders
+from nemo_oprd.run.checks import check_graders
 
 DATA = Path(__file__).resolve().parents[3] / "../shared/data"
 # (grader, response, reference, what is extracted, verdict)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from nemo_oprd.evaluation import intervals
-from nemo_oprd.evaluation import set_metrics as metrics
+from nemo_oprd.evaluation import intervals as metrics
 from nemo_oprd.evaluation.grading.grade_sets import GradedSet
 from nemo_oprd.evaluation.intervals import (
     Difference,
     bootstrap,
+    distinct_ratio,
     ks_of,
     majority,
     measure,
@@ -23,8 +24,7 @@ from nemo_oprd.evaluation.intervals import (
     per_problem,
     scalars,
 )
-from nemo_oprd.evaluation.set_metrics import Sample as GradedSample
-from nemo_oprd.evaluation.set_metrics import distinct_ratio
+from nemo_oprd.evaluation.intervals import Sample as GradedSample
 from nemo_oprd.evaluation.tables import differences
 
 

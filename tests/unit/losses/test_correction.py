@@ -19,9 +19,8 @@ from nemo_oprd.config.loading import load_config, to_yaml
 from nemo_oprd.distillation.objective import OutputTerm
 from nemo_oprd.distillation.output_head import ROW_METRICS, output_head_metrics
 from nemo_oprd.losses.chunked import TeacherStates, chunked_output_loss, output_metrics
-from nemo_oprd.losses.correction import Correction
 from nemo_oprd.losses.divergences import output_rows
-from nemo_oprd.losses.output_loss import OutputLoss
+from nemo_oprd.losses.output_loss import Correction, OutputLoss
 from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 

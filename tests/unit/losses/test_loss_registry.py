@@ -13,7 +13,7 @@ import torch
 
 from examples.own_loss import huber
 from nemo_oprd.config.loading import load_config, to_yaml
-from nemo_oprd.distillation.reference import hugging_face as reference
+from nemo_oprd.distillation import reference
 from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.registry import DIVERGENCES, ROW_LOSSES, resolve_divergence, resolve_row_loss
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_oprd.losses.adaptive import LEAST, GapFactors
+from nemo_oprd.distillation.adaptive_weights import LEAST, GapFactors
 from nemo_oprd.losses.layer_mapping import layer_map, supervised_layers
 from nemo_oprd.losses.registry import resolve_row_loss
 

@@ -31,7 +31,7 @@ from plain_output_losses import (
 )
 from safetensors.torch import load_file
 
-from nemo_oprd.distillation.reference.hugging_face import agreement
+from nemo_oprd.distillation.reference import agreement
 from nemo_oprd.losses import vocab_parallel
 from nemo_oprd.losses.chunked import (
     OutputGradients,

@@ -155,7 +155,7 @@ def _find(name: str) -> Any:
 
 def installed_signatures(package: str) -> dict[str, list[str]]:
     """The signatures of everything that this project calls or overrides of a distribution, as installed."""
-    from nemo_oprd.models.megatron import cpu_patches
+    from nemo_oprd.megatron import cpu_patches
 
     cpu_patches.import_uncompiled()
     found, overridden = all_calls()

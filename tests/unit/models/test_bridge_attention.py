@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_oprd.models.megatron_bridge import build
+from nemo_oprd.megatron.megatron_bridge import build
 
 
 @pytest.mark.parametrize("version", [(9, 13, 0), (9, 17, 1), (8, 20, 0)])

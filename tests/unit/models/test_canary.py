@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig
 
-from nemo_oprd.models.canary import (
+from nemo_oprd.canary import (
     CanaryRefused,
     CanaryVerdict,
     ReferenceStates,
@@ -24,8 +24,8 @@ from nemo_oprd.models.canary import (
     prove,
     reference_states,
 )
-from nemo_oprd.models.canary.layer_by_layer import layered_states
-from nemo_oprd.models.canary.prompts import sliding_window
+from nemo_oprd.canary.layer_by_layer import layered_states
+from nemo_oprd.canary.prompts import sliding_window
 from nemo_oprd.models.served import read_served_spec
 from tests.support.canary_models import FAMILIES, SIZES, WINDOW, save_model, whole_model_states
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_oprd.models.megatron import capped_attention
-from nemo_oprd.models.megatron.capped_attention import CappedAttention
+from nemo_oprd.megatron import attention as capped_attention
+from nemo_oprd.megatron.attention import CappedAttention
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
 

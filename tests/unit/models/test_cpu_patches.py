@@ -29,7 +29,7 @@ def test_nothing_is_patched_where_cuda_is_used() -> None:
         import importlib, torch
         torch.version.cuda = "12.8"
         available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
-        from nemo_oprd.models.megatron import cpu_patches
+        from nemo_oprd.megatron import cpu_patches
         torch.cuda.is_available = available
         from megatron.core import jit
         assert jit.jit_fuser is torch.compile
@@ -38,7 +38,7 @@ def test_nothing_is_patched_where_cuda_is_used() -> None:
         functions = [cpu_patches._find(importlib.import_module(m), f) for m, f in named]
         codes = [f.__code__ for f in functions]
         torch.cuda.is_available = lambda: True
-        import nemo_oprd.models.megatron.model, nemo_oprd.distillation.student, nemo_oprd.rollout.in_process.engine
+        import nemo_oprd.megatron.model, nemo_oprd.distillation.student, nemo_oprd.rollout.in_process_engine
         try:
             cpu_patches.install()
         except RuntimeError as error:
@@ -64,7 +64,7 @@ def test_every_named_place_is_changed_and_global_torch_stays_as_it_is() -> None:
         import importlib, sys, torch
         before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "cuda", "compile")}
         import nemo_oprd.train
-        from nemo_oprd.models.megatron import cpu_patches
+        from nemo_oprd.megatron import cpu_patches
         compilers = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
         assert torch.version.cuda or not compilers, compilers
         type_method = torch.Tensor.type
@@ -99,7 +99,7 @@ def test_without_cuda_the_optimizer_is_torchs_beside_transformer_engine() -> Non
         import torch
         from megatron.core import optimizer
         from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer as mixed
-        from nemo_oprd.models.megatron import cpu_patches
+        from nemo_oprd.megatron import cpu_patches
         theirs = [optimizer.Adam, optimizer.SGD, distrib_optimizer.Adam, clip_grads.l2_norm_impl]
         theirs += [clip_grads.multi_tensor_applier, mixed.multi_tensor_applier]
         for one in theirs:

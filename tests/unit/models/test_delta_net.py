@@ -8,10 +8,10 @@ import pytest
 import torch
 from family_configs import QWEN3
 
+from nemo_oprd.canary.delta_rule import recurrence
+from nemo_oprd.megatron.delta_net import CHUNK, GRAIN, causal_convolution, gated_delta_rule, l2norm
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet
-from nemo_oprd.models.canary.delta_rule import recurrence
-from nemo_oprd.models.megatron.delta_net import CHUNK, GRAIN, causal_convolution, gated_delta_rule, l2norm
 
 # of a pack: one token, a whole chunk, several chunks and a part, no tokens, parts of a chunk
 LENGTHS = (1, CHUNK, 2 * CHUNK + 7, 0, GRAIN + 3, CHUNK - 1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from nemo_oprd.models.megatron.experts import release_weights_after_forward
+from nemo_oprd.megatron.experts import release_weights_after_forward
 
 
 class Layer(MoELayer):

@@ -10,16 +10,16 @@ import pytest
 import torch
 from family_configs import MIXTRAL, QWEN3, QWEN3_MOE
 
-from nemo_oprd.commands.plan.parameters import model_parameters
-from nemo_oprd.layout import Layout
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.megatron.experts import Router, route
+from nemo_oprd.megatron.model_config import transformer_config
+from nemo_oprd.megatron.refusals import refuse_untrainable
+from nemo_oprd.megatron.router_replay import Routes
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import Experts
-from nemo_oprd.models.families.moe import fused_name
-from nemo_oprd.models.megatron.experts import Router, route
-from nemo_oprd.models.megatron.model_config import transformer_config
-from nemo_oprd.models.megatron.refusals import refuse_untrainable
-from nemo_oprd.models.megatron.router_replay import Routes
-from nemo_oprd.setup.checks import check_dispatcher, check_experts_train
+from nemo_oprd.models.families import fused_name
+from nemo_oprd.run.checks import check_dispatcher, check_experts_train
+from nemo_oprd.tools.plan.parameters import model_parameters
 
 
 def rule(count: int, per_token: int, *, normalized: bool = True, **others: Any) -> Experts:

@@ -15,10 +15,9 @@ from family_configs import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from nemo_oprd.config.schema import ModelSource
 from nemo_oprd.models import FAMILIES, parse_model_spec, read_model_spec
 from nemo_oprd.models.architecture import Family, ModelSpec
-from nemo_oprd.models.families.dense import PARAM_MAPPINGS, parse_dense
-from nemo_oprd.models.families.moe import fused_name
+from nemo_oprd.models.families import PARAM_MAPPINGS, fused_name, parse_dense
 from nemo_oprd.models.rope import Rope
-from nemo_oprd.setup.resolve import ResolvedModel, resolve_model
+from nemo_oprd.run.resolve import ResolvedModel, resolve_model
 
 
 def test_qwen2() -> None:
@@ -151,7 +150,7 @@ def test_families_of_megatron_bridge_are_resolved_without_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two models of such a family has it in its spec, with the mappings of its own config."""
-    from nemo_oprd.models.megatron_bridge import family, provider
+    from nemo_oprd.megatron.megatron_bridge import family, provider
 
     def described(hf_config: dict, source: str = "config.json") -> family.BridgeModel:
         made = SimpleNamespace(

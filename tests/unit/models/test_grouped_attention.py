@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nemo_oprd.models.megatron import attention
-from nemo_oprd.models.megatron.attention import SDPAttention
+from nemo_oprd.megatron import attention
+from nemo_oprd.megatron.attention import SDPAttention
 
 HEADS, TOKENS, CHANNELS = 12, 33, 16
 

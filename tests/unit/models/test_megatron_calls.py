@@ -16,7 +16,7 @@ from megatron_calls import NOTED, Call, all_calls, calls, installed_signatures, 
 # distribution -> version -> name -> parameters
 NOTES: dict[str, dict[str, dict[str, list[str]]]] = json.loads(NOTED.read_text())
 # the only module that may call what not all versions have; it asks which it is first
-VERSIONS_MODULE = "nemo_oprd/models/megatron/versions.py"
+VERSIONS_MODULE = "nemo_oprd/megatron/versions.py"
 # methods that are overridden, which older versions lack, and why that does no harm
 NEWER = {
     "megatron.core.transformer.multi_latent_attention.MLASelfAttention._resolve_qk_norm_config": (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from megatron.core import utils
 
-from nemo_oprd.models.megatron import cpu_patches
-from nemo_oprd.models.megatron.optimizer import norm_of_all
+from nemo_oprd.megatron import cpu_patches
+from nemo_oprd.megatron.optimizer import norm_of_all
 
 
 def test_the_norm_that_never_waits_is_megatrons_own() -> None:

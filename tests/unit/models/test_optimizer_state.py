@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_oprd.models.megatron.optimizer_state import place_count
+from nemo_oprd.megatron.optimizer_state import place_count
 
 
 def part(*, torchs: bool, distributed: bool) -> Any:

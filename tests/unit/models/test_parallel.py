@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from nemo_oprd.models.megatron.parallel import device_index, init_distributed
+from nemo_oprd.megatron.parallel import device_index, init_distributed
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from nemo_oprd.models.megatron_bridge.provider_fields import (
+from nemo_oprd.megatron.megatron_bridge.provider_fields import (
     KERNELS,
     LAYERS,
     MODEL,

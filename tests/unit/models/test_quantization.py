@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
+from nemo_oprd.megatron.weights.dequantize import dequantize_fp8, dequantize_mxfp4
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.hf_export import write_hf_model
 from nemo_oprd.models import copy_hf_config, parse_model_spec, read_hf_config, read_model_spec
-from nemo_oprd.models.dequantize import dequantize_fp8, dequantize_mxfp4
 from nemo_oprd.models.quantization import Quantization, known_quantization, read_quantization
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.hf_export import write_hf_model
-from nemo_oprd.rollout.vllm.launch import server_arguments
+from nemo_oprd.vllm.launch import server_arguments
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

@@ -10,8 +10,8 @@ import torch
 from family_configs import LLAMA, LLAMA3_ROPE, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
+from nemo_oprd.megatron.attention import decoding_rotation, packed_rotation, rotate
 from nemo_oprd.models import parse_model_spec
-from nemo_oprd.models.megatron.rotary import decoding_rotation, packed_rotation, rotate
 from nemo_oprd.models.rope import Frequencies, Rope
 
 NEW_LLAMA = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling")}

@@ -10,9 +10,9 @@ import pytest
 
 from nemo_oprd.config.schema import Config, TrainConfig
 from nemo_oprd.config.weight_schedule import WeightStage, largest, vanishes, weight_at
-from nemo_oprd.models.megatron import parallel
-from nemo_oprd.models.megatron.optimizer import learning_rate
-from nemo_oprd.observability.metrics_log import MetricsLog
+from nemo_oprd.megatron import parallel
+from nemo_oprd.megatron.optimizer import learning_rate
+from nemo_oprd.run.metrics_log import MetricsLog
 
 
 def test_constant_and_warmup() -> None:

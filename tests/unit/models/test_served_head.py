@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nemo_oprd.megatron.weights.hf import HFCheckpoint, ServedHead
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.served_head import ServedHead
 
 CONFIG = {
     "model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 12, "max_position_embeddings": 16,

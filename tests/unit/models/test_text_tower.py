@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.hf_export import write_hf_model
 from nemo_oprd.models import read_hf_config
-from nemo_oprd.models.text_tower import language_model_config
-from nemo_oprd.models.weights.hf import HFCheckpoint
-from nemo_oprd.models.weights.hf_export import write_hf_model
+from nemo_oprd.models.complete_config import language_model_config
 
 TEXT = {"model_type": "qwen3_5_text", "hidden_size": 32, "tie_word_embeddings": False}
 WHOLE: dict[str, Any] = {

@@ -15,10 +15,10 @@ import vllm_environment
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from nemo_oprd.megatron.weights.hf import HFCheckpoint, refuse_nonfinite
 from nemo_oprd.models import read_hf_config
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.models.weight_files import weight_files
-from nemo_oprd.models.weights.hf import HFCheckpoint, refuse_nonfinite
 from nemo_oprd.runtime.files import read_json
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32}

@@ -13,10 +13,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from nemo_oprd.config.loading import default_config_dir, load_config
+from nemo_oprd.config.overrides import as_overrides
 from nemo_oprd.config.schema import Config
-from nemo_oprd.nemo import experiment
-from nemo_oprd.nemo.hydra_config import from_nemo, schema, section
-from nemo_oprd.recipes.overrides import as_overrides
+from nemo_oprd.integrations import experiment
+from nemo_oprd.integrations.hydra_config import from_nemo, schema, section
 
 MODELS = ["student.hf_path=a", "teacher.hf_path=b"]
 SHIPPED = sorted(file.stem for file in default_config_dir().glob("*.yaml"))

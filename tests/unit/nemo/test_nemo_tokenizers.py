@@ -10,8 +10,8 @@ import pytest
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import ModelSource
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.nemo.tokenizers import use_tokenizer, with_tokenizer, write_tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
+from nemo_oprd.integrations.tokenizers import use_tokenizer, with_tokenizer, write_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 # not among the texts that write_tokenizer compares

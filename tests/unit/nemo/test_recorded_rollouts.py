@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.nemo import RepresentationLossConfig, row_weights
-from nemo_oprd.nemo.recorded_rollouts import RolloutDataset
+from nemo_oprd.integrations.hidden_states import RepresentationLossConfig, row_weights
+from nemo_oprd.integrations.recorded_rollouts import RolloutDataset
 
 ROLLOUTS = [Rollout([1] * (1 + i), [2 + i] * (3 - i), data_source="x", finish_reason="stop") for i in range(3)]
 

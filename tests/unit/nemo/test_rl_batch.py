@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_oprd.config.loss_schema import LossConfig, OutputLossConfig, RepresentationLossConfig
-from nemo_oprd.nemo.rl_batch import HIDDEN_WEIGHT, OUTPUT_WEIGHT, Settings, rollouts_of, with_weights
+from nemo_oprd.config.schema import LossConfig, OutputLossConfig, RepresentationLossConfig
+from nemo_oprd.integrations.rl_batch import HIDDEN_WEIGHT, OUTPUT_WEIGHT, Settings, rollouts_of, with_weights
 
 
 def data() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.observability.metrics_log import MetricsLog
+from nemo_oprd.run.metrics_log import MetricsLog
 
 
 def write(output: Path, first_step: int, lines: dict[int, dict[str, float]]) -> None:

@@ -21,10 +21,10 @@ import pytest
 from default_signals import default_signals
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.observability import rollout_files, rollout_lines
-from nemo_oprd.observability.rollout_files import RolloutFile, RolloutFiles
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.runtime import aside
+from nemo_oprd.run import rollout_lines, step_recorder
+from nemo_oprd.run.step_recorder import RolloutFile, RolloutFiles
+from nemo_oprd.runtime import background
 
 
 def rollouts(count: int = 3, length: int = 50) -> list[Rollout]:
@@ -107,7 +107,7 @@ def test_an_error_beside_another_one_is_a_warning(tmp_path: Path, caplog: pytest
     files = RolloutFiles(None)
     files.write([RolloutFile(tmp_path / "a.jsonl", rollouts())])
     files.finish(failed=True)
-    assert aside.leave(60)
+    assert background.leave(60)
     assert "files of rollouts: [Errno 28] No space left on device" in caplog.text
 
 
@@ -123,7 +123,7 @@ def test_signals_to_the_job_do_not_end_the_writer(tmp_path: Path) -> None:
         return process
 
     files = RolloutFiles(None)
-    with mock.patch.object(rollout_files.subprocess, "Popen", start):
+    with mock.patch.object(step_recorder.subprocess, "Popen", start):
         files.write([RolloutFile(tmp_path / "a.jsonl", rollouts())])
         files.finish()
     assert len(sent) == 3 and (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 5
@@ -135,7 +135,7 @@ def test_the_writer_ends_with_the_run(tmp_path: Path) -> None:
         "import sys, time\n"
         "from pathlib import Path\n"
         "from nemo_oprd.batch.types import Rollout\n"
-        "from nemo_oprd.observability.rollout_files import RolloutFile, RolloutFiles\n"
+        "from nemo_oprd.run.step_recorder import RolloutFile, RolloutFiles\n"
         "files = RolloutFiles(lambda _: print('writing', flush=True) or time.sleep(60))\n"
         "files.write([RolloutFile(Path(sys.argv[1]) / 'a.jsonl', [Rollout([1], [2])])])\n"
         "time.sleep(60)\n"

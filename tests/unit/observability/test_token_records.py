@@ -14,8 +14,8 @@ from align_tokenizers import ids_of, load
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.metrics.token_metrics import OUTPUT, REPRESENTATION, TokenMetrics, TokenSlots
-from nemo_oprd.observability.token_files import remove_token_files, token_file, token_files
-from nemo_oprd.observability.token_records import prompt_id, token_records, token_texts
+from nemo_oprd.run.run_reader import remove_token_files, token_file, token_files
+from nemo_oprd.run.step_recorder import prompt_id, token_records, token_texts
 
 TEXT = "Let the  na\u00efve cat\nsee \u5b57 \U0001f600 so \\frac{12}{3}."
 
@@ -47,7 +47,7 @@ def test_a_tokenizer_without_bytes_decodes_each_token() -> None:
     from unittest import mock
 
     tokenizer, ids = load("bpe"), ids_of("bpe", "the cat")
-    with mock.patch("nemo_oprd.observability.token_records.byte_table", side_effect=ValueError):
+    with mock.patch("nemo_oprd.run.step_recorder.byte_table", side_effect=ValueError):
         assert token_texts(tokenizer, ids) == [tokenizer.decode([i]) for i in ids] == ["the", " cat"]
 
 

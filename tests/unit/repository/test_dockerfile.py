@@ -236,7 +236,7 @@ def test_pinned_versions_exist() -> None:
 
 def test_vllm_is_where_the_project_looks_for_it() -> None:
     """setup_vllm.sh makes it in the working directory, and the project is installed from there, editable."""
-    from nemo_oprd.rollout.vllm.launch import DEFAULT_PYTHON
+    from nemo_oprd.vllm.launch import DEFAULT_PYTHON
 
     assert DEFAULT_PYTHON == ROOT / ".venv-vllm" / "bin" / "python"
     for stage in ("cpu", "gpu"):

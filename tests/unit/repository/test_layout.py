@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.batch.packing import Pack, fill_microbatches, make_packs, partition_by_length
 from nemo_oprd.batch.plan import BatchPlan, StepPlan
 from nemo_oprd.batch.token_table import make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.target_transfer import plan_transfers
-from nemo_oprd.layout import Layout
 
 LAYOUTS = [
     Layout(),

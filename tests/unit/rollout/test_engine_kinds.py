@@ -10,12 +10,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from nemo_oprd.config.engine_records import RECORDS, EngineName
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
-from nemo_oprd.config.teacher_kinds import TEACHER_KINDS, TeacherWeights
-from nemo_oprd.rollout.engine_kinds import ENGINES, Groups
-from nemo_oprd.setup import training
+from nemo_oprd.config.teacher_kinds import RECORDS, TEACHER_KINDS, EngineName, TeacherWeights
+from nemo_oprd.run import training
+from nemo_oprd.run.engine_kinds import ENGINES, Groups
 
 ROOT = Path(__file__).parents[3] / "nemo_oprd"
 

@@ -16,12 +16,12 @@ from family_configs import QWEN3_MOE
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.metrics.injection_counts import CaptureError
-from nemo_oprd.distillation.metrics.router_metrics import RouterMetrics
+from nemo_oprd.distillation.metrics.step_metrics import RouterMetrics
 from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
+from nemo_oprd.megatron.experts import Router
+from nemo_oprd.megatron.router_replay import Routes
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import Experts
-from nemo_oprd.models.megatron.experts import Router
-from nemo_oprd.models.megatron.router_replay import Routes
 from nemo_oprd.rollout import resume_cache
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from nemo_oprd.batch import weight_spans
+from nemo_oprd.batch import types
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.order import PromptOrder
@@ -211,7 +211,7 @@ def check_step(rollouts: list[Rollout], step: int, lag: int, tokens: int) -> Non
         assert rollout.prompt_ids.tolist() == [1]
         assert rollout.response_ids.tolist() == [100 * version + t for t, version in enumerate(versions)]
         assert rollout.finish_reason == ("stop" if length <= LIMIT else "length")
-        assert weight_spans.token_versions(rollout.weight_versions).tolist() == versions  # type: ignore[arg-type]
+        assert types.token_versions(rollout.weight_versions).tolist() == versions  # type: ignore[arg-type]
         assert len(rollout.logprobs) == len(versions)  # type: ignore[arg-type]
 
 
@@ -315,7 +315,7 @@ def test_other_settings_sample_anew_what_was_ahead(tmp_path: Path) -> None:
     made.cache.finish()
     for step in range(3, STEPS):
         for rollout in resumed.rollouts(step):
-            versions = weight_spans.token_versions(rollout.weight_versions).tolist()  # type: ignore[arg-type]
+            versions = types.token_versions(rollout.weight_versions).tolist()  # type: ignore[arg-type]
             assert versions == [max(3, step - 2 + t // 4) for t in range(len(versions))]
         resumed.settle(step)
         again.step()

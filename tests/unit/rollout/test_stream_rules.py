@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_oprd.rollout.stream_rules import Place, StreamRules
+from nemo_oprd.rollout.stream_rollouts import Place, StreamRules
 
 
 @given(lag=st.integers(2, 7), size=st.integers(1, 5), steps=st.integers(1, 12), seed=st.integers(0, 10**6))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from nemo_oprd.rollout.vllm.server import WORKER_FOLDER
-from nemo_oprd.rollout.vllm.worker import nemo_oprd_door
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ROOM, STATES, AnswerFolder, read_answer
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER
+from nemo_oprd.vllm.server import WORKER_FOLDER
+from nemo_oprd.vllm.worker import nemo_oprd_door
+from nemo_oprd.vllm.worker.nemo_oprd_asks import ROOM, STATES, AnswerFolder, read_answer
+from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
 
 TOKEN, NAME, OTHER = "1" * 40, "a" * 32, "b" * 32
 GENERATE = "/inference/v1/generate"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from align_tokenizers import byte_level, characters
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.batch.plan import StepPlan
 from nemo_oprd.batch.token_table import TokenTable, make_rows, teacher_positions
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
-from nemo_oprd.layout import Layout
+from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TextInputs, add_teacher_inputs, alignment_metrics
 

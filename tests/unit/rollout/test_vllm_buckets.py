@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_oprd.rollout.vllm.transport import SharedFolder, buckets
-from nemo_oprd.rollout.vllm.worker import nemo_oprd_buckets
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import ALIGNMENT, Bucket, Digest, padded_bytes
+from nemo_oprd.vllm.transport import SharedFolder, buckets
+from nemo_oprd.vllm.worker import nemo_oprd_buckets
+from nemo_oprd.vllm.worker.nemo_oprd_buckets import ALIGNMENT, Bucket, Digest, padded_bytes
 
 Weights = dict[str, torch.Tensor]
 

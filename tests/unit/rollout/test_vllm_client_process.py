@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 from default_signals import default_signals
 
-from nemo_oprd.rollout.vllm import segments
-from nemo_oprd.rollout.vllm.channel import Channel
-from nemo_oprd.rollout.vllm.client_main import ToldRound
-from nemo_oprd.rollout.vllm.client_process import MODULE, ClientProcess
-from nemo_oprd.rollout.vllm.segments import SegmentReader, SegmentWriter
+from nemo_oprd.vllm import channel
+from nemo_oprd.vllm.channel import Channel, SegmentReader, SegmentWriter
+from nemo_oprd.vllm.client_main import ToldRound
+from nemo_oprd.vllm.client_process import MODULE, ClientProcess
 
 
 def gone(process: int) -> bool:
@@ -46,7 +45,7 @@ def test_it_imports_neither_torch_nor_megatron() -> None:
 
 def test_it_ends_when_its_parent_is_killed() -> None:
     code = (
-        "import time; from nemo_oprd.rollout.vllm.client_process import ClientProcess; "
+        "import time; from nemo_oprd.vllm.client_process import ClientProcess; "
         "print(ClientProcess().pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
@@ -150,7 +149,7 @@ def test_messages_and_files_arrive_in_order(tmp_path: Path) -> None:
 
 def test_responses_are_mapped_and_leave_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several segments, one of them for a response that is longer than a segment."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(channel, "SEGMENT_BYTES", 64)
     reader, files = SegmentReader(), []
     writer = SegmentWriter(lambda file: files.append(os.dup(file)))
     before = set(os.listdir("/dev/shm"))

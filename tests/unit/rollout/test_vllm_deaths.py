@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_oprd.data.tokenization.token_ids import TokenIds
-from nemo_oprd.rollout.vllm import client, update_calls
-from nemo_oprd.rollout.vllm.answers import AnswerCheck
-from nemo_oprd.rollout.vllm.client import Client
-from nemo_oprd.rollout.vllm.placement import Place
-from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
-from nemo_oprd.rollout.vllm.update_calls import UpdateCalls
+from nemo_oprd.data.token_ids import TokenIds
+from nemo_oprd.vllm import client, weight_push
+from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.client_main import AnswerCheck
+from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.weight_push import UpdateCalls
 
 
 class Ending(BaseHTTPRequestHandler):
@@ -94,8 +94,8 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
     own: bool, limit: float, expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody else uses a server of the run's own: one that does not pause has a fault."""
-    monkeypatch.setattr(update_calls, "CALL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(update_calls, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(weight_push, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(weight_push, "SAY_AFTER_S", 0.1)
     over = threading.Event()
 
     def has_ended() -> bool:

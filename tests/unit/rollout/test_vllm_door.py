@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.commands import serve
-from nemo_oprd.rollout.vllm import weight_group
-from nemo_oprd.rollout.vllm.endpoint import LEASE_FILE, caller
-from nemo_oprd.rollout.vllm.server import server_environment
-from nemo_oprd.rollout.vllm.transport import SharedFolder
-from nemo_oprd.rollout.vllm.weight_group import open_store, own_address
-from nemo_oprd.rollout.vllm.worker import nemo_oprd_door
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_door import LEASE, LEASE_S, RELEASE, RENEW, RUN, Door, read_tokens
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER, open_bucket
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import Group, address_towards
+from nemo_oprd.vllm import weight_group
+from nemo_oprd.vllm.endpoint import LEASE_FILE, caller
+from nemo_oprd.vllm.server import server_environment
+from nemo_oprd.vllm.transport import SharedFolder
+from nemo_oprd.vllm.weight_group import open_store, own_address
+from nemo_oprd.vllm.worker import nemo_oprd_door
+from nemo_oprd.vllm.worker.nemo_oprd_door import LEASE, LEASE_S, RELEASE, RENEW, RUN, Door, read_tokens
+from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER, open_bucket
+from nemo_oprd.vllm.worker.nemo_oprd_group import Group, address_towards
 
 ONE, OTHER = "1" * 40, "2" * 40
 FOR_THIS_USER = "expected a file of this user with mode 0600 and lines of at least 32 letters, digits, - and _: "

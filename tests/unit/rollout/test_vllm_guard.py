@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from default_signals import default_signals
 
-from nemo_oprd.rollout.vllm import guard
-from nemo_oprd.rollout.vllm.server import WORKER_FOLDER, LocalServer, ServerDied
+from nemo_oprd.vllm import guard
+from nemo_oprd.vllm.server import WORKER_FOLDER, LocalServer, ServerDied
 
 # Python's resource tracker would remove the shared memory, too, and hide that nobody else did.
 COMMAND = """

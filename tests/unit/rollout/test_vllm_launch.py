@@ -12,11 +12,11 @@ import pytest
 from family_configs import QWEN3
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
+from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet
 from nemo_oprd.models.rope import Rope
-from nemo_oprd.rollout.vllm.launch import check_description, server_arguments
+from nemo_oprd.vllm.launch import check_description, server_arguments
 
 SPEC = parse_model_spec(QWEN3)
 KNOWN = TokenIds(300, ((7, 9),))

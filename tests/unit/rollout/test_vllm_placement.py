@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_oprd.config.rollout_schema import VllmConfig
-from nemo_oprd.rollout.vllm.placement import Place, dedicated_ranks, place_servers
+from nemo_oprd.vllm.placement import Place, dedicated_ranks, place_servers
 
 
 def placed(machines: str, students: range, *, cuda: bool = False, **settings: Any) -> list[Place]:

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_oprd.rollout.vllm.worker import nemo_oprd_group
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_buckets import Bucket, receive_all, send
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_group import Group, TransferEnded
+from nemo_oprd.vllm.worker import nemo_oprd_group
+from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, receive_all, send
+from nemo_oprd.vllm.worker.nemo_oprd_group import Group, TransferEnded
 
 TIMEOUT = datetime.timedelta(seconds=60)
 # the second of three members: it joins, and then takes part in nothing

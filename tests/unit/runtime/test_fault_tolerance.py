@@ -28,27 +28,27 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.checkpointing.checkpointer import EVALUATION_DEFERRED, Checkpointer, EvaluationOutcome, skipped_in_a_row
-from nemo_oprd.checkpointing.directory import commit_checkpoint, partial_directory
-from nemo_oprd.checkpointing.training_state import check_resume_signature, resume_signature
-from nemo_oprd.commands.report.page import write_report
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
-from nemo_oprd.evaluation.validation import Validation
-from nemo_oprd.observability.loss_spikes import LossSpikeDetector
-from nemo_oprd.observability.metrics_log import MetricsLog
 from nemo_oprd.rollout import resume_cache
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, Weights
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts
 from nemo_oprd.rollout.training_rollouts import RolloutSampler
-from nemo_oprd.rollout.vllm import guard
+from nemo_oprd.run.checkpoint_directory import commit_checkpoint, partial_directory
+from nemo_oprd.run.checkpointer import EVALUATION_DEFERRED, Checkpointer, EvaluationOutcome, skipped_in_a_row
+from nemo_oprd.run.metrics_log import MetricsLog
+from nemo_oprd.run.step_recorder import LossSpikeDetector
+from nemo_oprd.run.training import _written_aside
+from nemo_oprd.run.training_state import check_resume_signature, resume_signature
+from nemo_oprd.run.validation import Validation
 from nemo_oprd.runtime import watchdog
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
-from nemo_oprd.setup.training import _written_aside
+from nemo_oprd.tools.report.page import write_report
+from nemo_oprd.vllm import guard
 
 NO_OUTPUT = ModelNeeds(None, teacher_states=False, teacher_logprobs=False)
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> Non
     settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_minutes=10", "train.save_every=0"]
     train, nothing, saved = load_config("verify", settings).train, Signals(), list[int]()
     now = (0.0, 599.0, 600.0, 600.0, 1199.0, 1201.0, 1201.0, 1300.0)  # a save asks, too
-    module = "nemo_oprd.checkpointing.checkpointer"
+    module = "nemo_oprd.run.checkpointer"
     with (
         mock.patch(f"{module}.save_checkpoint", lambda _, done, *args, **more: saved.append(done)),
         mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
@@ -111,7 +111,7 @@ def test_a_stop_while_an_evaluation_is_under_way_defers_it(tmp_path: Path) -> No
     """It began after the step and is sampled beside the next one, in whose sampling the run stops."""
     settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_every=0"]
     train, nothing, saved = load_config("verify", settings).train, Signals(), list[Any]()
-    module = "nemo_oprd.checkpointing.checkpointer"
+    module = "nemo_oprd.run.checkpointer"
     with (
         mock.patch(f"{module}.save_checkpoint", lambda _, done, *args, more, **rest: saved.append((done, more))),
         mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
@@ -131,7 +131,7 @@ def test_a_stop_while_a_server_is_waited_for_saves_the_steps_before(
     """Unless an update of the step that waits has changed the weights, which are then those of no step."""
     settings = ["student.hf_path=a", "teacher.hf_path=b", "train.save_every=0", "train.steps=9"]
     train, student, saved = load_config("verify", settings).train, a_student(), list[int]()
-    module = "nemo_oprd.checkpointing.checkpointer"
+    module = "nemo_oprd.run.checkpointer"
     with (
         mock.patch(f"{module}.save_checkpoint", lambda _, done, *args, **more: saved.append(done)),
         mock.patch(f"{module}.agree", lambda _, *flags: list(flags)),
@@ -155,7 +155,7 @@ def test_a_signal_before_training_stops_a_run_without_validation_sets() -> None:
     signals = Signals()
     nothing: Any = None
     validation = Validation(nothing, nothing, nothing, nothing, nothing, nothing, 0, signals)  # type: ignore[arg-type]
-    with mock.patch("nemo_oprd.evaluation.validation.agree", lambda _, flag: [flag]):
+    with mock.patch("nemo_oprd.run.validation.agree", lambda _, flag: [flag]):
         validation.before_training(nothing)
         signals.received = "SIGTERM"
         with pytest.raises(Stopped, match="stopped by SIGTERM before training"):
@@ -496,7 +496,7 @@ FAILS = """
 import sys, time
 from pathlib import Path
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.observability.rollout_files import RolloutFile, RolloutFiles
+from nemo_oprd.run.step_recorder import RolloutFile, RolloutFiles
 from nemo_oprd.runtime import aside
 from nemo_oprd.runtime.exits import run_as_command
 

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoint_tools._convert import TorchDistWriter
-from nemo_oprd.models.megatron import cpu_patches, versions
-from nemo_oprd.models.weights.torch_dist import open_torch_dist, read_common_state
+from nemo_oprd.megatron import cpu_patches, versions
+from nemo_oprd.megatron.weights.torch_dist import open_torch_dist, read_common_state
 
 OLD = versions.CORE < (0, 17)
 KEY = "common_state/shard_0_1"

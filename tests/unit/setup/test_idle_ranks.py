@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from family_configs import QWEN_1P5B
 
+from nemo_oprd.batch.layout import Layout
 from nemo_oprd.cli import main
-from nemo_oprd.commands.plan.estimate import Estimate, Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster
-from nemo_oprd.commands.plan.workload import make_workload
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.layout import Layout
-from nemo_oprd.setup.idle_ranks import IdleRanks, idle_ranks, shares
-from nemo_oprd.setup.resolve import resolve, resolve_models
+from nemo_oprd.run.checks import IdleRanks, idle_ranks, shares
+from nemo_oprd.run.resolve import resolve, resolve_models
+from nemo_oprd.tools.plan.estimate import Estimate, Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster
+from nemo_oprd.tools.plan.workload import make_workload
 
 PROMPT, RESPONSE = 48, 2000
 # operations of one response of the 1.5B model, forward: the weights of a layer and the causal half of attention

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from family_configs import QWEN2
 
-from nemo_oprd.commands.doctor.static import static_findings
-from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.setup.data import TrainingData, read_training_data
-from nemo_oprd.setup.likely_mistakes import likely_mistakes, prompts_alike, smaller_teacher
-from nemo_oprd.setup.models import RunFiles
-from nemo_oprd.setup.resolve import resolve
+from nemo_oprd.run.data import TrainingData, read_training_data
+from nemo_oprd.run.likely_mistakes import likely_mistakes, prompts_alike, smaller_teacher
+from nemo_oprd.run.models import RunFiles
+from nemo_oprd.run.resolve import resolve
+from nemo_oprd.tools.doctor.static import static_findings
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 
 
 @pytest.mark.parametrize(

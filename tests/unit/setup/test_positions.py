@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from nemo_oprd.cli import make_parser
-from nemo_oprd.commands.plan.estimate import Lengths, estimate
-from nemo_oprd.commands.plan.gpus import GPUS, Cluster, count, in_bytes
-from nemo_oprd.commands.plan.report import as_json, lines
-from nemo_oprd.commands.rehearse import command as rehearse
-from nemo_oprd.commands.rehearse.rank import failure_of
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.setup.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
-from nemo_oprd.setup.resolve import resolve, resolve_models
+from nemo_oprd.run.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
+from nemo_oprd.run.resolve import resolve, resolve_models
+from nemo_oprd.tools.plan.estimate import Lengths, estimate
+from nemo_oprd.tools.plan.gpus import GPUS, Cluster, count, in_bytes
+from nemo_oprd.tools.plan.report import as_json, lines
+from nemo_oprd.tools.rehearse import command as rehearse
+from nemo_oprd.tools.rehearse.rank import failure_of
 
 GOLDEN = Path(__file__).parents[2] / "golden"  # models of 64 positions
 PAIR = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'teacher'}"]

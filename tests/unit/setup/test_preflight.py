@@ -13,7 +13,7 @@ import pytest
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models.checkpoint_directory import check_torch_dist
-from nemo_oprd.setup.preflight import preflight, preflight_evaluation
+from nemo_oprd.run.preflight import preflight, preflight_evaluation
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # The command line as `python -m nemo_oprd` runs it; at exit the modules that a mistake must not have waited for.

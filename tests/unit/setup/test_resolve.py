@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.resolve import resolve, resolve_models, resolve_sampling, servers_ids
+from nemo_oprd.run.resolve import resolve, resolve_models, resolve_sampling, servers_ids
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 PAIR = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'teacher'}", "output=unused"]
@@ -72,7 +72,7 @@ def test_sampling_needs_no_teacher() -> None:
 
 def test_it_imports_no_torch() -> None:
     code = (
-        "import sys; from nemo_oprd.config.loading import load_config; from nemo_oprd.setup.resolve import resolve; "
+        "import sys; from nemo_oprd.config.loading import load_config; from nemo_oprd.run.resolve import resolve; "
         f"resolve(load_config('verify', {PAIR!r}), 2); assert 'torch' not in sys.modules"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

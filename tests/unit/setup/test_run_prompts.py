@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.commands.toy import task
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.data.order import PromptOrder, exact_weights, prompt_order
 from nemo_oprd.data.preparation import DataReport
-from nemo_oprd.data.tokenization.tokenizer import Tokenizer
+from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.rollout.schedule import training_requests
-from nemo_oprd.setup.prompt_files import write_report
-from nemo_oprd.setup.prompts import RunPrompts, read_run_prompts
+from nemo_oprd.run.data import RunPrompts, read_run_prompts
+from nemo_oprd.run.prompt_files import write_report
+from nemo_oprd.tools.toy import pair
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the toy tokenizer: one id per character, and a template that writes the contents."""
     directory = tmp_path_factory.mktemp("model")
-    task.write_tokenizer(directory)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": task.EOS_ID}))
+    pair.write_tokenizer(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": pair.EOS_ID}))
     return directory
 
 

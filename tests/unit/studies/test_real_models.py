@@ -22,9 +22,9 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective, model_identity
+from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.models import ModelSpec, parse_model_spec
-from nemo_oprd.models.weights.megatron_checkpoint import checkpoint_parameters
-from nemo_oprd.setup.checks import check_layers, make_layouts
+from nemo_oprd.run.checks import check_layers, make_layouts
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
 QWEN = {**COMMON, "rms_norm_eps": 1e-06, "vocab_size": 151936, "use_sliding_window": False}

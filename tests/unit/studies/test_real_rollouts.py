@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_oprd.config.engine_records import RECORDS, Records
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.teacher_kinds import RECORDS, Records
 from nemo_oprd.evaluation.agreement import Response
 from studies import real_rollout_measure, real_rollout_tables, real_rollouts
 from studies.real_rollout_measure import buckets, measure, read_teacher, title

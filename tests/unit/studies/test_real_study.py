@@ -13,7 +13,7 @@ import torch
 
 from nemo_oprd.bridge.artifact import load_bridge
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.evaluation.files import read_lines
+from nemo_oprd.evaluation.responses import read_lines
 from nemo_oprd.losses.representation import mse
 from studies import real_study, real_tables
 from studies.real_arms import LOSSES, RATES, SEARCHED, Arm, changes, is_hidden, on_student, seeds, sweep

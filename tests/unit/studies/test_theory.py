@@ -12,9 +12,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.commands.toy.pair import make_tiny_pair
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference.hugging_face import reference
+from nemo_oprd.distillation.reference import reference
+from nemo_oprd.tools.toy.pair import make_tiny_pair
 from studies import theory, theory_gradients, theory_head, theory_rollouts
 from studies.theory_figure import figure
 

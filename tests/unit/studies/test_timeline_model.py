@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, predict, seconds_per_step, tokens_after
-from nemo_oprd.observability.timeline import Interval, hidden_share
+from nemo_oprd.run.timeline import Interval, hidden_share
 
 ONE = Servers(count=1, slots=8, token_s=1.0)
 WORK = Work(push=2.0, gradient=6.0, optimizer=1.0)

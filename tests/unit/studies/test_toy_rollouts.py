@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_oprd.commands.toy import task
-from nemo_oprd.config.engine_records import RECORDS, Records
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.data.tokenization.token_ids import TokenIds
-from nemo_oprd.rollout.in_process.sampling import SampledColumns
+from nemo_oprd.config.teacher_kinds import RECORDS, Records
+from nemo_oprd.data.token_ids import TokenIds
+from nemo_oprd.rollout.decoding import SampledColumns
 from nemo_oprd.rollout.response import Response
+from nemo_oprd.tools.toy import pair
 from studies import recording_engine, toy_rollout_tables, toy_rollouts
 from studies.toy_rollouts import LOSSES, Arm
 
@@ -66,15 +66,15 @@ def test_log_probabilities_of_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_divergences_by_position() -> None:
     """Models of fixed distributions: both KLs at positions of the responses, and nothing behind their ends."""
-    tables = torch.randn(2, task.VOCAB_SIZE, task.VOCAB_SIZE)  # a row of logits after each token
+    tables = torch.randn(2, pair.VOCAB_SIZE, pair.VOCAB_SIZE)  # a row of logits after each token
 
     def model(table: torch.Tensor) -> Any:
         return lambda input_ids: SimpleNamespace(logits=table[input_ids])
 
-    problems, responses = np.array([[1234, 5678], [1111, 2222]]), [[5, 6, 7], [8, task.EOS_ID]]
+    problems, responses = np.array([[1234, 5678], [1111, 2222]]), [[5, 6, 7], [8, pair.EOS_ID]]
     forward, reverse = toy_rollouts.divergences([model(tables[0]), model(tables[1])], problems, responses)
     log_p, log_q = (table.double().log_softmax(-1) for table in tables)
-    before = [task.encode("=")[0], 5, 6]
+    before = [pair.encode("=")[0], 5, 6]
     np.testing.assert_allclose(reverse[0], [(log_p[v].exp() * (log_p[v] - log_q[v])).sum() for v in before], rtol=1e-6)
     np.testing.assert_allclose(forward[0], [(log_q[v].exp() * (log_q[v] - log_p[v])).sum() for v in before], rtol=1e-6)
     assert np.isnan(forward[1]).tolist() == np.isnan(reverse[1]).tolist() == [False, False, True]

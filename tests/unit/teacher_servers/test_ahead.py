@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from nemo_oprd.config.server_schema import TeacherServerConfig
-from nemo_oprd.rollout.vllm.client import Client
-from nemo_oprd.rollout.vllm.server import Server, ServerDied, ServerRefused
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
-from nemo_oprd.teacher_servers.ahead import Ahead, named
-from nemo_oprd.teacher_servers.wanted import Answer, Request
+from nemo_oprd.config.rollout_schema import TeacherServerConfig
+from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_round import Ahead, named
+from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
 
 WIDTH, IDS = 2, [5, 6, 7]
 REQUESTS = [Request([*IDS, i], Ask(f"{i:032x}", [1], [0, 2], [])) for i in range(4)]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_oprd.rollout.vllm.server import ServerRefused
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import AnswerFolder, Ask, weights_digest
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
-from nemo_oprd.teacher_servers.round import RequestQueue
-from nemo_oprd.teacher_servers.wanted import Answer, Request
+from nemo_oprd.vllm.server import ServerRefused
+from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_round import RequestQueue
+from nemo_oprd.vllm.worker.nemo_oprd_asks import AnswerFolder, Ask, weights_digest
+from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
 
 NAME = "0123456789abcdef" * 2
 ASK = Ask(NAME, [1, 3], [0, 2], [1], None)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_oprd.rollout.vllm.sampling import Sampling
-from nemo_oprd.rollout.vllm.server import Server, ServerDied
-from nemo_oprd.rollout.vllm.weight_push import Failures
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
-from nemo_oprd.teacher_servers.round import RequestQueue, Round
-from nemo_oprd.teacher_servers.wanted import Answer, Request
+from nemo_oprd.vllm.sampling import Sampling
+from nemo_oprd.vllm.server import Server, ServerDied
+from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_round import RequestQueue, Round
+from nemo_oprd.vllm.weight_push import Failures
+from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
 
 COUNT = 6
 WIDTH = 2

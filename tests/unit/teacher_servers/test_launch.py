@@ -11,10 +11,10 @@ import pytest
 from nemo_oprd.cli import main
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.rollout.vllm.launch import DTYPES
-from nemo_oprd.teacher_servers.canary import Canary
-from nemo_oprd.teacher_servers.launch import check_description, server_arguments
-from nemo_oprd.teacher_servers.servers import longest_sequence
+from nemo_oprd.vllm.launch import DTYPES
+from nemo_oprd.vllm.teacher_canary import Canary
+from nemo_oprd.vllm.teacher_launch import check_description, server_arguments
+from nemo_oprd.vllm.teacher_servers import longest_sequence
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # the canary's longest prompt of a server that computes 2048 tokens at a time

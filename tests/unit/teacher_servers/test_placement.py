@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.setup.checks import make_layouts, reader_layout, trainer_ranks
-from nemo_oprd.teacher_servers import servers
-from nemo_oprd.teacher_servers.servers import place
+from nemo_oprd.run.checks import make_layouts, reader_layout, trainer_ranks
+from nemo_oprd.vllm import teacher_servers
+from nemo_oprd.vllm.teacher_servers import place
 
 
 def placed(settings: list[str], machines: str, readers: range, *, cuda: bool = False) -> list[tuple]:
@@ -76,12 +76,14 @@ def test_dedicated_servers_are_behind_a_dedicated_teacher(tmp_path: Path, monkey
         asked[len(asked)] = first
         raise RuntimeError
 
-    monkeypatch.setattr(servers, "place", stop)
-    monkeypatch.setattr(servers, "machines_and_devices", lambda _: (["a"] * 8, ["0"] * 8))
-    monkeypatch.setattr(servers, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(teacher_servers, "place", stop)
+    monkeypatch.setattr(teacher_servers, "machines_and_devices", lambda _: (["a"] * 8, ["0"] * 8))
+    monkeypatch.setattr(teacher_servers, "device", lambda: torch.device("cpu"))
     for number in config.started_teachers:
         with pytest.raises(RuntimeError):
-            servers.TeacherServers(config, number, mock.Mock(), reader_layout(student), trainer_ranks(config, 8))
+            teacher_servers.TeacherServers(
+                config, number, mock.Mock(), reader_layout(student), trainer_ranks(config, 8)
+            )
     assert [*asked.values()] == [6, 7]
     devices = [str(rank) for rank in range(8)]
     assert [place(config, "a" * 8, devices, range(4), (), first)[0].devices for first in (6, 7)] == [("6",), ("7",)]

@@ -16,12 +16,12 @@ import torch
 
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
-from nemo_oprd.models.canary.layer_by_layer import layered_states
+from nemo_oprd.canary.layer_by_layer import layered_states
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.teacher_servers import canary as proofs
-from nemo_oprd.teacher_servers.bridge import ServedBridge
-from nemo_oprd.teacher_servers.canary import Asks, Canary
-from nemo_oprd.teacher_servers.wanted import Answer, Request
+from nemo_oprd.vllm import teacher_canary as proofs
+from nemo_oprd.vllm.teacher_bridge import ServedBridge
+from nemo_oprd.vllm.teacher_canary import Asks, Canary
+from nemo_oprd.vllm.teacher_requests import Answer, Request
 from tests.support.canary_models import WINDOW, save_model
 from tests.support.planted_models import edit_json, edit_tensors
 from tests.support.served_states import states_of

@@ -17,10 +17,10 @@ import torch
 
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_bridge import BridgeFile
-from nemo_oprd.rollout.vllm.worker.nemo_oprd_files import FOLDER
-from nemo_oprd.teacher_servers.bridge import ServedBridge
+from nemo_oprd.vllm.teacher_bridge import ServedBridge
+from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask
+from nemo_oprd.vllm.worker.nemo_oprd_bridge import BridgeFile
+from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
 
 WORKER = Path(__file__).parents[3] / "nemo_oprd" / "rollout" / "vllm" / "worker"
 WIDTH, IDS, VOCABULARY = 8, [3, 1, 4, 1], 6

@@ -1,0 +1,46 @@
+"""`RecordedRollouts`: the section `dataset` of a Megatron-Bridge recipe that trains on recorded rollouts.
+
+Importing this module imports Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
+
+from nemo_oprd.config.schema import RepresentationLossConfig
+from nemo_oprd.integrations.recorded_rollouts import RolloutDataset
+from nemo_oprd.rollout.replay import read_rollouts
+
+
+@dataclass(kw_only=True)
+class RecordedRollouts(DatasetProvider):
+    """Reads a JSONL of rollouts, as `rollout.save` writes them.
+
+    Attributes:
+        file: the rollouts.
+        seq_length: the tokens to which responses with their prompts are padded; the recipe's `model.seq_length`.
+        vocab_size: ids must be below it.
+        global_batch_size: the recipe's `train.global_batch_size`.
+        loss: the hidden-state term, the same as of the forward step.
+    """
+
+    file: str
+    seq_length: int
+    vocab_size: int
+    global_batch_size: int
+    loss: RepresentationLossConfig = field(default_factory=RepresentationLossConfig)
+    # in order, because the weights of a sample belong to the update that reads it
+    dataloader_type: str = "single"
+    num_workers: int = 0
+
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, None, None]:
+        """The training data; there are none for validation and test.
+
+        Raises:
+            ValueError: the file is missing or damaged, or a response does not fit.
+        """
+        rollouts, samples = read_rollouts(self.file, self.vocab_size), context.train_samples
+        return RolloutDataset(rollouts, self.seq_length, self.global_batch_size, samples, self.loss), None, None

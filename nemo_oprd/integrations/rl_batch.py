@@ -1,0 +1,120 @@
+"""NeMo-RL's training data with the weights of the supervised tokens, made by the driver for whole updates.
+
+A row's weight contains 1 / counts of its whole update. It is computed here, where all responses of the update are in
+one batch, and then travels beside the token ids. So NeMo-RL may sort, shard and pack the responses as it likes. Nothing
+here imports NeMo-RL.
+
+B responses, S tokens of the padded sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.messages import build
+from nemo_oprd.config.schema import LossConfig, RepresentationLossConfig
+from nemo_oprd.integrations.hidden_states import row_weights
+
+# The weights of the hidden-state loss have the name of NeMo-RL's mask for multi-token prediction: that is the one
+# tensor which its workers pad, pack and shard exactly like the token ids, and hand to the model. `adopt` refuses models
+# with multi-token prediction.
+HIDDEN_WEIGHT = "mtp_loss_mask"
+OUTPUT_WEIGHT = "oprd_output_weight"
+# where a policy's config holds what `Settings` reads
+SECTION = "oprd"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the workers need beside NeMo-RL's own configuration: the teacher's model, and the keys below `loss`."""
+
+    teacher: str
+    loss: LossConfig
+
+    @staticmethod
+    def read(policy: Mapping[str, Any]) -> Settings:
+        """The section `oprd` of a policy's config: `teacher`, `representation`, `output`.
+
+        Raises:
+            ValueError: there is no teacher, a key or value is wrong, or a term that a loop of NeMo-RL does not have.
+        """
+        section = dict(policy.get(SECTION) or {})
+        teacher = section.pop("teacher", None)
+        if not teacher:
+            raise ValueError(
+                f"policy.{SECTION}.teacher={teacher}: expected the teacher's model; set it to the directory of a "
+                "Hugging Face model, such as teacher.model_name"
+            )
+        loss = build(LossConfig, section)
+        for name in ("representation", "output"):
+            if isinstance(getattr(loss, name).weight, list):
+                raise ValueError(
+                    f"policy.{SECTION}.{name}.weight is a schedule; expected a number: use nemo-oprd train for stages"
+                )
+        if loss.representation.layers == "none":
+            raise ValueError(
+                f"policy.{SECTION}.representation.layers=none: expected layers, because nothing else needs a worker of "
+                "this project; choose some, or train with NeMo-RL's own distillation"
+            )
+        if loss.output.clip is not None:
+            raise ValueError(
+                f"policy.{SECTION}.output.clip={loss.output.clip}: the old log-probabilities are not recorded here; "
+                "expected null: set it"
+            )
+        return Settings(str(teacher), loss)
+
+
+def rollouts_of(data: Mapping[str, Any]) -> list[Rollout]:
+    """The responses in NeMo-RL's training data.
+
+    A response begins at the first token with `token_mask` 1. Later tokens with 0, such as another turn of the user, are
+    part of it and are not supervised. A response with `sample_mask` 0 is not supervised at all.
+
+    Args:
+        data: `input_ids` int64 [B, S], `input_lengths` [B], `token_mask` [B, S], `sample_mask` [B].
+    """
+    rollouts = []
+    for i, length in enumerate(torch.as_tensor(data["input_lengths"]).tolist()):
+        ids, taught = data["input_ids"][i, :length].numpy(), (data["token_mask"][i, :length] != 0).numpy()
+        flags = taught if float(data["sample_mask"][i]) else np.zeros_like(taught)
+        start = int(flags.argmax()) if flags.any() else length
+        rollouts.append(Rollout(ids[:start], ids[start:], flags[start:]))
+    return rollouts
+
+
+def with_weights(data: Any, loss: LossConfig, batch_size: int) -> Any:
+    """Adds the weights of both losses to NeMo-RL's training data, in place; returns it.
+
+    Args:
+        data: as of `rollouts_of`.
+        batch_size: responses of one update, `policy.train_global_batch_size`; update u has rows u * batch_size and on.
+
+    Raises:
+        ValueError: the responses are no whole updates, an update has no supervised token, or as `row_weights`.
+    """
+    if HIDDEN_WEIGHT in data:
+        raise ValueError(
+            f"the training data has {HIDDEN_WEIGHT} already, for multi-token prediction; expected a model without it: "
+            "set policy.megatron_cfg.mtp_num_layers=0"
+        )
+    rollouts, length = rollouts_of(data), data["input_ids"].shape[1]
+    if not rollouts or len(rollouts) % batch_size:
+        raise ValueError(
+            f"{len(rollouts)} responses per step with train_global_batch_size={batch_size}; expected a multiple of it: "
+            "choose policy.train_global_batch_size that divides num_prompts_per_step * num_generations_per_prompt"
+        )
+    terms = {HIDDEN_WEIGHT: loss.representation}
+    if not loss.output.is_off:
+        # every response token, at the position that predicts it
+        rows = RepresentationLossConfig(positions="all", position="predicting")
+        terms[OUTPUT_WEIGHT] = replace(rows, aggregation=loss.output.aggregation)
+    updates = [rollouts[first : first + batch_size] for first in range(0, len(rollouts), batch_size)]
+    for name, term in terms.items():
+        data[name] = torch.cat([row_weights(update, length, term) for update in updates])
+    return data

@@ -1,0 +1,249 @@
+"""Lets stock Megatron-core run on a machine without CUDA, over gloo.
+
+Megatron-core asks for CUDA devices by name in a few modules: `device="cuda"`, `torch.cuda.current_device()`,
+`tensor.type() == "torch.cuda.FloatTensor"`. `install()` replaces exactly those places. The global `torch` module is not
+changed, so a device mistake in any other code, including this project's, still raises an error instead of silently
+using the CPU.
+
+Kinds of change; what has a table is listed below:
+- `MODULES_ASKING_FOR_CUDA`: the module's global name `torch` is bound to a view of torch that reports the CPU where the
+  module asks for a CUDA device.
+- `FUNCTIONS_COMPARING_TYPE_NAMES`: CUDA type names among a function's constants become CPU type names.
+- Megatron's exchange of tokens between experts gets the sizes of its parts as numpy arrays, as it would from a GPU.
+- Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, also where it has found those of
+  Transformer Engine or Apex, which look for a driver: a login node has a GPU's packages.
+- The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
+  read and write the state of the CUDA generator use the CPU generator.
+
+Nothing is changed where CUDA is available: `install()` raises an error there. `import_uncompiled()`, which only saves
+time, has an effect only where torch sees no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nemo_oprd.megatron import versions
+
+MODULES_ASKING_FOR_CUDA = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.tensor_parallel.utils",
+    "megatron.core.transformer.moe.router",
+    "megatron.core.transformer.moe.token_dispatcher",
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+    *versions.MODULES_ASKING_FOR_CUDA,
+)
+
+# (module, qualified name) of functions that compare `tensor.type()` with CUDA names or call `.cuda()`
+FUNCTIONS_COMPARING_TYPE_NAMES = (
+    ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._build_model_and_main_param_groups"),
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
+    ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
+    ("megatron.core.models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
+)
+CPU_TYPE_NAMES = {
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor")
+_installed = False
+
+
+class _Stream:
+    """Stands in for a CUDA stream and its events: on a CPU the next operation begins when the last one has ended."""
+
+    def wait_stream(self, _: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        """An event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+_STREAM = _Stream()
+
+
+class _CpuInPlaceOfCuda(types.ModuleType):
+    """The part of `torch.cuda` that Megatron-core calls unconditionally; anything else raises AttributeError."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda (CPU stand-in)")
+        self.OutOfMemoryError = torch.cuda.OutOfMemoryError
+        self.CUDAGraph = torch.cuda.CUDAGraph
+
+    current_device = staticmethod(lambda: torch.device("cpu"))
+    is_available = staticmethod(lambda: False)
+    synchronize = staticmethod(lambda *_: None)
+    empty_cache = staticmethod(lambda: None)
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
+    manual_seed = staticmethod(lambda seed: torch.default_generator.manual_seed(seed))
+    Stream = _Stream
+    current_stream = staticmethod(lambda *_: _STREAM)
+    stream = staticmethod(lambda *_: contextlib.nullcontext())
+
+
+class _TorchOnCpu(types.ModuleType):
+    """The view of torch that a Megatron module gets: the same objects, with the CPU in place of CUDA devices."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CpuInPlaceOfCuda()
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _replace_names(code: types.CodeType) -> types.CodeType:
+    """`code` with CPU type names for CUDA type names, also in nested constants, and with `.cpu()` for `.cuda()`."""
+
+    def replace(constant: Any) -> Any:
+        if isinstance(constant, tuple):
+            return tuple(replace(item) for item in constant)
+        if isinstance(constant, types.CodeType):
+            return _replace_names(constant)
+        return CPU_TYPE_NAMES.get(constant, constant) if isinstance(constant, str) else constant
+
+    names = tuple("cpu" if name == "cuda" else name for name in code.co_names)
+    return code.replace(co_consts=replace(code.co_consts), co_names=names)
+
+
+def _find(module: types.ModuleType, qualified_name: str) -> Any:
+    found: Any = module
+    for part in qualified_name.split("."):
+        found = found.__dict__[part] if isinstance(found, type) else getattr(found, part)
+    return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """As Megatron's `maybe_move_tensor_to_cpu`, whose sizes of parts become numpy arrays only if they were on a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def take_torch_optimizer() -> None:
+    """Megatron's optimizer as it is where neither Transformer Engine nor Apex is installed.
+
+    A name that this version of Megatron-core does not have stays absent.
+    """
+    utils = importlib.import_module("megatron.core.utils")
+    lists = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "multi_tensor_scale_tensor_impl": None,
+    }
+    chosen: dict[str, dict[str, Any]] = {
+        "": {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
+        ".clip_grads": lists,
+        ".optimizer": lists,
+        ".distrib_optimizer": {
+            "Adam": torch.optim.Adam,
+            **dict.fromkeys(("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"), False),
+        },
+    }
+    for name, values in chosen.items():
+        module = importlib.import_module(f"megatron.core.optimizer{name}")
+        for key in values.keys() & vars(module).keys():
+            setattr(module, key, values[key])
+
+
+def import_uncompiled() -> None:
+    """Imports Megatron-core; where there is no GPU, `torch.compile` is the identity during the import.
+
+    Megatron decorates its fused functions, which this project does not use, with `torch.compile`. The decorator imports
+    the compiler, which takes a quarter of a process's start-up time.
+    """
+    compile_ = torch.compile
+    if not _may_have_gpu():
+        torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compile_  # type: ignore[assignment]
+
+
+def _may_have_gpu() -> bool:
+    """Whether torch may see a GPU. The driver is not initialised, because a process that did so can't be forked."""
+    if torch.version.cuda is None:
+        return torch.version.hip is not None
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # asks the management library
+    given = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if given is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = given
+
+
+def install() -> None:
+    """Patches Megatron-core for a process without CUDA; calling it again changes nothing.
+
+    Raises:
+        RuntimeError: CUDA is available. Megatron-core needs no patches there, and patches would hide mistakes.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("nemo_oprd.megatron.cpu_patches.install() is for machines without CUDA; this one has CUDA")
+    if _installed:
+        return
+    view = _TorchOnCpu()
+    for name in MODULES_ASKING_FOR_CUDA:
+        importlib.import_module(name).torch = view  # type: ignore[attr-defined]
+    for module_name, qualified_name in FUNCTIONS_COMPARING_TYPE_NAMES:
+        function = _find(importlib.import_module(module_name), qualified_name)
+        function.__code__ = _replace_names(function.__code__)
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    rng._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
+    rng._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
+    take_torch_optimizer()
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
+    _installed = True

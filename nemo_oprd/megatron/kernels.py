@@ -1,0 +1,55 @@
+"""Which implementations of layers, norms, gradient accumulation and AdamW this process uses."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from nemo_oprd.megatron.delta_net import delta_net_kernels
+
+# the extension module that Apex builds for Megatron's own linear layers
+APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
+
+
+def apex_accumulates(dtype: torch.dtype) -> bool:
+    """Whether Megatron's local layers add weight gradients to the float32 buffer inside the matrix product, with Apex.
+
+    Not for float32, whose runs are for comparisons and take the same path everywhere.
+    """
+    return dtype != torch.float32 and importlib.util.find_spec(APEX_ACCUMULATION) is not None
+
+
+def accumulate_in_products(chunks: list[Any]) -> None:
+    """Makes Transformer Engine's layers of a trained model add weight gradients to the buffer inside the product.
+
+    Megatron's setting `gradient_accumulation_fusion` would do it, too, but it also asks Apex of the LM head's layer,
+    which here is never run.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+
+
+def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net: bool = False) -> dict[str, str]:
+    """What this process uses, by its purpose, for `layers` ("transformer_engine" or "local") of `dtype`.
+
+    `optimizer` is torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student. `delta_net`
+    says whether some of the layers have a gated delta net.
+    """
+    if layers == "transformer_engine":
+        found = dict.fromkeys(("layers", "norm", "weight gradients"), "Transformer Engine")
+    else:
+        found = {
+            "layers": "Megatron's local layers, torch SDPA",
+            "norm": "torch.nn.functional.rms_norm",
+            "weight gradients": "Apex" if apex_accumulates(dtype) else "a separate addition",
+        }
+    if delta_net:
+        found["gated delta net"] = delta_net_kernels()
+    if optimizer is not None:
+        fused = " (fused)" if any(group.get("fused") for group in optimizer.param_groups) else ""
+        found["AdamW"] = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}{fused}"
+    return found

@@ -1,1 +1,0 @@
-import nemo_oprd.models.megatron  # noqa: F401 - before any other import of Megatron-core, which it readies for the CPU

@@ -1,1 +1,0 @@
-"""vLLM as the rollout engine: servers in processes and an environment of their own (docs/vllm.md)."""

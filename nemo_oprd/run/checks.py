@@ -1,0 +1,469 @@
+"""Each check that needs only the configuration, the number of ranks and the models' config.json: no torch, no weights.
+
+`resolve.py` calls these functions, once for a run. What needs tokenizers, prompts, bridges or weights is checked later,
+in `models.py` and `data.py` of this package, and in the commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.config.weight_schedule import largest
+from nemo_oprd.evaluation.grading.graders import GraderChoice, check_judge
+from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, supervised_layers
+from nemo_oprd.models import ModelSpec, check_same_width
+from nemo_oprd.models.rope import Rope
+from nemo_oprd.run.engine_kinds import ENGINES
+from nemo_oprd.runtime.messages import is_first_rank
+from nemo_oprd.vllm.endpoint import check_endpoints, wait_for_servers
+from nemo_oprd.vllm.placement import dedicated_ranks
+from nemo_oprd.vllm.teacher_launch import KEY, check_settings
+
+# Ranks without a response in a step: a response is not divided over data-parallel ranks, so some may have none.
+#
+# Plain arithmetic, without torch: `nemo-oprd plan` and a starting run say the same.
+
+
+CODE = "idle_ranks"
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Ranks of one role, `idle` of them without a response; `groups` data-parallel groups share the responses."""
+
+    role: str
+    idle: int
+    ranks: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class IdleRanks:
+    """The roles with idle ranks in a step of `responses` responses, and what to do about it."""
+
+    responses: int
+    roles: tuple[Idle, ...]
+    fix: str
+
+    @property
+    def line(self) -> str:
+        return f"warning ({CODE}): {self.text}"
+
+    @property
+    def text(self) -> str:
+        """What was found, what was expected, and the fix."""
+        counts = [f"{each.idle} of {each.ranks} {each.role} ranks" for each in self.roles]
+        named = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
+        most = max(each.groups for each in self.roles)
+        return (
+            f"{named} have no response in a step of {self.responses}, because a response is not divided over "
+            f"data-parallel ranks; expected at least one for each of {most} groups of ranks: {self.fix}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        numbers = {"responses": self.responses, "roles": [asdict(each) for each in self.roles]}
+        return {"code": CODE, "text": self.text, "numbers": numbers}
+
+
+def shares(responses: int, teachers: int) -> list[int]:
+    """The responses of each teacher, if they are spread evenly. Every teacher's are divided over ranks on their own."""
+    return [responses // teachers + (number < responses % teachers) for number in range(teachers)]
+
+
+def idle_ranks(
+    config: Config, student: Layout, teacher: Layout, *, recorded: int | None = None, has_gpus: bool = True
+) -> IdleRanks | None:
+    """The idle ranks of a step; None if every rank has a response.
+
+    Args:
+        recorded: the number of recorded responses of which every step consists; None: what the configuration samples.
+        has_gpus: ranks have GPUs, on which servers of this run sample.
+    """
+    responses = config.train.prompts_per_step * config.rollout.per_prompt if recorded is None else recorded
+    teachers = len(config.teacher_sources)
+    of_one_teacher = shares(responses, teachers)[0]
+    found = [_idle("student", student.size, student.data, of_one_teacher)]
+    if (teacher.ranks, teacher.data) != (student.ranks, student.data):
+        found.append(_idle("teacher", teacher.size, teacher.data, of_one_teacher))
+    kind = ENGINES[config.rollout.engine]
+    groups = kind.groups(config.rollout, student.size)
+    on_ranks = groups.placement != "elsewhere" and (kind.in_process or has_gpus)
+    if config.rollout.replay is None and on_ranks:
+        found.append(_idle("sampling", groups.count * groups.gpus, groups.count, responses))
+    idle = tuple(each for each in found if each.idle)
+    if not idle:
+        return None
+    needed = max(each.groups * (1 if each.role == "sampling" else teachers) for each in idle)
+    return IdleRanks(responses, idle, _fix(config, idle, needed))
+
+
+def _idle(role: str, ranks: int, groups: int, responses: int) -> Idle:
+    """The idle ranks of `groups` groups, of which the first ones get the responses."""
+    return Idle(role, max(0, groups - responses) * (ranks // groups), ranks, groups)
+
+
+def _fix(config: Config, idle: tuple[Idle, ...], needed: int) -> str:
+    """What would give every rank a response; `needed`: responses that would."""
+    if config.rollout.replay is not None:
+        return f"replay at least {needed} responses, or start fewer ranks"
+    prompts, each = config.train.prompts_per_step, config.rollout.per_prompt
+    keys = {
+        "student": "student.parallel.tensor, context or pipeline",
+        "teacher": "teacher.parallel.tensor, context or pipeline",
+        "sampling": f"{ENGINES[config.rollout.engine].key}.tensor",
+    }
+    larger = "; ".join(keys[role.role] for role in idle)
+    return (
+        f"raise train.prompts_per_step from {prompts} to {-(-needed // each)}, start fewer ranks, or raise what "
+        f"divides a response ({larger})"
+    )
+
+
+def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
+    """(Student layout, teacher layout) on `world_size` ranks.
+
+    Raises:
+        ValueError: the parallel sizes do not fit the number of ranks.
+    """
+    world_size = trainer_ranks(config, world_size)
+    teacher = config.teacher.parallel
+    if not config.has_own_teachers:
+        student = config.student.parallel.layout(world_size, 0, "student")
+        return student, reader_layout(student)
+    if config.teacher.placement == "colocated":
+        student = config.student.parallel.layout(world_size, 0, "student")
+        is_student = TEACHER_KINDS[config.teacher.weights].moves
+        return student, student if is_student else teacher.layout(world_size, 0, "teacher")
+    ranks = config.teacher.ranks or teacher.tensor * teacher.pipeline * teacher.context
+    if not 0 < ranks < world_size:
+        raise ValueError(
+            f"teacher.placement=dedicated with {ranks} teacher rank(s) leaves none of the {world_size} rank(s) for the "
+            "student; start more ranks or use teacher.placement=colocated"
+        )
+    return (
+        config.student.parallel.layout(world_size - ranks, 0, "student"),
+        teacher.layout(ranks, world_size - ranks, "teacher"),
+    )
+
+
+def reader_layout(student: Layout) -> Layout:
+    """The layout of a teacher that servers compute: who trains on states asks for them, in whole sequences."""
+    return Layout(data=student.size, first_rank=student.first_rank)
+
+
+def trainer_ranks(config: Config, world_size: int) -> int:
+    """The number of ranks that hold models of the trainer; the ranks after them hold dedicated servers.
+
+    Raises:
+        ValueError: no rank would be left.
+    """
+    ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
+    servers = dedicated_ranks(config.teacher.vllm) * len(config.started_teachers)
+    if servers >= ranks:
+        raise ValueError(
+            f"teacher.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {ranks} rank(s) "
+            "for the student; start more ranks, or use teacher.vllm.placement=colocated"
+        )
+    return ranks - servers
+
+
+def check_engine(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError unless the rollout engine is installed, or addressed, and can run the student.
+
+    Args:
+        student: the architecture of the model to sample from.
+    """
+    ENGINES[config.rollout.engine].check(config.rollout, student)
+
+
+def check_teacher_servers(config: Config) -> None:
+    """Raises ValueError unless the servers of teachers with `teacher.engine=vllm` can be started, or are addressed."""
+    endpoints = _teacher_endpoints(config)
+    for key, urls in endpoints.items():
+        check_endpoints(urls, config.teacher.vllm.token_file, key, KEY)
+    if config.started_teachers:
+        check_settings(config.teacher.vllm)
+
+
+def wait_for_endpoints(config: Config) -> None:
+    """Waits on the first rank, before the ranks join, until the servers that somebody else runs are there.
+
+    Their weights and settings are checked when they are used.
+
+    Raises:
+        ValueError: one was not there within its `start_timeout`.
+        Stopped: SIGTERM or SIGUSR1 arrived.
+    """
+    if config.rollout.replay is None:
+        wait_for_sampling_endpoints(config)
+    if _may_wait():
+        for key, urls in _teacher_endpoints(config).items():
+            wait_for_servers(key, urls, config.teacher.vllm.start_timeout)
+
+
+def wait_for_sampling_endpoints(config: Config) -> None:
+    """`wait_for_endpoints` for the servers that sample, where somebody else runs them."""
+    kind = ENGINES[config.rollout.engine]
+    if _may_wait() and kind.groups(config.rollout, 1).placement == "elsewhere":
+        wait_for_servers(f"{kind.key}.endpoints", config.rollout.vllm.endpoints, config.rollout.vllm.start_timeout)
+
+
+def _may_wait() -> bool:
+    """Whether this is the first rank, and no other rank waits for it in a collective."""
+    distributed = sys.modules.get("torch.distributed")
+    return is_first_rank() and not (distributed is not None and distributed.is_initialized())
+
+
+def _teacher_endpoints(config: Config) -> dict[str, list[str]]:
+    """The addresses of teachers' servers that somebody else runs, by the key that names them."""
+    found = {}
+    for number in config.served_teachers:
+        if urls := config.teacher_endpoints(number):
+            own = config.teachers and config.teachers[number].endpoints
+            found[f"teachers[{number}].endpoints" if own else f"{KEY}.endpoints"] = urls
+    return found
+
+
+def check_layouts(
+    config: Config, student: ModelSpec, teachers: Sequence[ModelSpec], world_size: int
+) -> tuple[Layout, Layout]:
+    """(Student layout, teacher layout), checked against all models and the rollout engine.
+
+    Raises:
+        ValueError: the parallel sizes do not fit the number of ranks, or a model's heads, widths or layers.
+    """
+    student_layout, teacher_layout = make_layouts(config, world_size)
+    served = config.served_teachers
+    held = [spec for number, spec in enumerate(teachers) if number not in served]
+    roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in held)]
+    for role, spec, layout in roles:
+        spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
+        spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role}.parallel")
+        spec.check_attention_parallel(layout.tensor, layout.context, f"{role}.parallel")
+        layout.layers_per_stage(spec.num_layers)
+    check_experts_train(student, student_layout)
+    check_router_settings(config, student)
+    check_engine_sizes(config, student)
+    check_rollout_ranks(config, student_layout.size)
+    check_recompute(config, student.num_layers)
+    return student_layout, teacher_layout
+
+
+def check_dispatcher(layout: Layout, key: str) -> None:
+    """Raises ValueError, naming the configuration `key`, if the package of the dispatcher is not installed."""
+    if layout.dispatcher == "deepep" and find_spec("deep_ep") is None:
+        raise ValueError(
+            f"{key}=deepep needs the package deep_ep, which is not installed here and runs on GPUs only; expected "
+            f"alltoall or allgather without it: install DeepEP in this environment, or leave out {key}"
+        )
+
+
+def check_experts_train(student: ModelSpec, layout: Layout) -> None:
+    """Raises ValueError for a student with experts that is tensor-parallel without sequence parallelism.
+
+    Every tensor rank would send all tokens to their experts, and the experts' gradients would count them twice.
+    """
+    if student.experts is not None and layout.tensor > 1 and not layout.sequence:
+        raise ValueError(
+            f"student.parallel.tensor={layout.tensor} with student.parallel.sequence=false: a student with experts "
+            "needs sequence parallelism, so that every token goes to its experts once; set "
+            "student.parallel.sequence=true"
+        )
+
+
+def check_layers(
+    config: Config, student: ModelSpec, teacher: ModelSpec, source: TeacherSource, *, fitting: bool = False
+) -> dict[int, int]:
+    """Supervised student layer -> teacher layer, which can be compared unless a bridge is still to say so.
+
+    Args:
+        source: where the teacher comes from.
+        fitting: for fit-bridge, whose models may differ in shape.
+
+    Raises:
+        ValueError: a configured layer does not exist, or states of a pair can't be compared.
+    """
+    loss = config.loss.representation
+    layers = supervised_layers(loss.layers, student.num_layers)
+    pairs = layer_pairs(layers, student.num_layers, teacher.num_layers, loss.layer_map)
+    if layers and source.bridge is None and not fitting:
+        check_same_width(student, teacher)
+        if loss.final_norm:
+            check_norms_match(pairs, student.num_layers, teacher.num_layers)
+    return pairs
+
+
+def check_router_settings(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError if routers are to be trained or replayed in a student without experts.
+
+    It also raises for replay with LongRoPE, whose experts before and after the switch of factors differ.
+    """
+    for name in ("router_aux_loss", "router_z_loss", "router_dtype", "router_replay"):
+        value = getattr(config.student, name)
+        if value and student.experts is None:
+            raise ValueError(
+                f"student.{name}={str(value).lower()}, but the {student.model_type} student has no experts; expected "
+                f"a model with experts: leave student.{name} out, or choose another model"
+            )
+        if value and name != "router_dtype" and not student.family.own:
+            raise ValueError(
+                f"student.{name}={str(value).lower()} for a {student.model_type} student, which Megatron-Bridge "
+                "builds: its routers' losses and replay were compared with no other program; expected a family of this "
+                f"project's own: leave student.{name} out"
+            )
+    if config.student.router_replay and student.rope.switch is not None:
+        raise ValueError(
+            f"student.router_replay=true with RoPE of type {student.rope.kind}: a response that outgrows "
+            f"{student.rope.switch} tokens is rotated by other factors from then on; experts that were recorded "
+            "before do not belong to them; expected another RoPE type: set student.router_replay=false"
+        )
+
+
+def check_engine_sizes(config: Config, student: ModelSpec) -> None:
+    """Raises ValueError unless the engine's tensor and expert sizes divide the student."""
+    student.check_tensor_parallel(config.rollout.tensor, "rollout.tensor")
+    student.check_expert_parallel(config.rollout.expert, 1, "rollout")
+
+
+def check_rollout_ranks(config: Config, ranks: int) -> None:
+    """Raises ValueError unless `rollout.tensor` divides the student's ranks."""
+    if ranks % config.rollout.tensor:
+        raise ValueError(
+            f"rollout.tensor={config.rollout.tensor} does not divide the student's {ranks} rank(s); choose a divisor"
+        )
+
+
+def check_recompute(config: Config, num_layers: int) -> None:
+    """Raises ValueError if `student.recompute_num_layers` exceeds the model's number of layers."""
+    if config.student.recompute_num_layers > num_layers:
+        raise ValueError(
+            f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
+            f"{num_layers} layers; choose 1 to {num_layers}"
+        )
+
+
+def check_bridge_rank(config: Config, student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError if `bridge.rank` exceeds the hidden size of one of the two models."""
+    narrow = min(student.hidden_size, teacher.hidden_size)
+    if config.bridge.rank != "auto" and config.bridge.rank > narrow:
+        raise ValueError(
+            f"bridge.rank={config.bridge.rank}: expected at most {narrow}, the narrower model's width; lower it"
+        )
+
+
+def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
+    """Raises ValueError unless the student's engine can sample the teacher, which needs equal architectures."""
+    differing = [
+        f"{f.name} {_shown(getattr(student, f.name))} and {_shown(getattr(teacher, f.name))}"
+        for f in dataclasses.fields(ModelSpec)
+        if f.compare and f.name != "dtype" and getattr(student, f.name) != getattr(teacher, f.name)
+    ]
+    if differing:
+        raise ValueError(
+            "evaluation.teacher=true samples the teacher in the student's engine, but student and teacher differ in "
+            f"{', '.join(differing)}; expected equal architectures: correct a config.json that differs from its "
+            "model's source; if both are right, set evaluation.teacher=false and evaluate the teacher with "
+            "`nemo-oprd evaluate`"
+        )
+
+
+def _shown(value: object) -> str:
+    """A value of a model's architecture, in few words."""
+    if isinstance(value, Rope):
+        return (
+            f"(theta {value.theta:g}, {value.kind}, {dict(value.settings)})" if value.settings else f"{value.theta:g}"
+        )
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def check_trains(config: Config) -> None:
+    """Raises ValueError if no loss has a weight, because weight decay alone would change the student."""
+    loss = config.loss
+    layers = 0.0 if loss.representation.layers == "none" else largest(loss.representation.weight)
+    if layers == largest(loss.output.weight) == 0:
+        raise ValueError(
+            "loss.representation.weight and loss.output.weight are both 0 (a representation loss without layers "
+            "counts as 0): expected a loss to train on; set one of them above 0"
+        )
+
+
+def check_sources_stay(config: Config) -> None:
+    """Raises ValueError if the export at the end would replace a model that the run reads."""
+    models: list[tuple[str, ModelSource]] = [("student", config.student), ("teacher", config.teacher)]
+    for role, model in [*models, *((f"teachers[{i}]", teacher) for i, teacher in enumerate(config.teachers))]:
+        target = Path(config.output) / "hf"
+        if config.train.export_hf and model.hf_path and Path(model.hf_path).resolve() == target.resolve():
+            raise ValueError(
+                f"{role}.hf_path={model.hf_path} is where output={config.output} exports the student at the end; "
+                "expected different directories: choose another output"
+            )
+
+
+def check_logging(config: Config) -> None:
+    """Raises ValueError if metrics are to go to a program that is not installed."""
+    logging = config.logging
+    if logging.tensorboard and not _is_installed("tensorboard"):
+        raise ValueError(
+            "logging.tensorboard=true needs the package tensorboard, which is not installed here; expected false "
+            "without it: pip install tensorboard, or set logging.tensorboard=false"
+        )
+    if logging.wandb and not _is_installed("wandb"):
+        raise ValueError(
+            f"logging.wandb={logging.wandb} needs the package wandb, which is not installed here; expected null "
+            "without it: pip install 'nemo-oprd[wandb]', or leave out logging.wandb"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether the package can be imported. A folder without code in the working directory does not count.
+
+    W&B and TensorBoard are used with folders `wandb` and `tensorboard`, which Python finds as namespace packages.
+    """
+    found = find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def check_prompts_given(config: Config) -> None:
+    """Raises ValueError if there are no training prompts."""
+    if config.data.train is None:
+        raise ValueError("data.train=null: expected a file of prompts; set data.train=FILE (or rollout.replay=FILE)")
+
+
+def check_replays(config: Config, *, against_reference: bool = False) -> None:
+    """Raises ValueError unless `verify` has recorded rollouts and, for the reference, models as `hf_path`."""
+    if config.rollout.replay is None:
+        raise ValueError(
+            "verify works on recorded rollouts; set rollout.replay=FILE (a JSONL, as rollout.save writes it)"
+        )
+    if against_reference and any(model.checkpoint for model in (config.student, *config.teacher_sources)):
+        raise ValueError("verify --against reference needs all models as hf_path: student.hf_path and teacher.hf_path")
+
+
+def check_one_teacher(config: Config) -> None:
+    """Raises ValueError unless fit-bridge has exactly one teacher with weights of its own."""
+    if config.teachers or not TEACHER_KINDS[config.teacher.weights].own_model:
+        given = f"{len(config.teachers)} teachers" if config.teachers else f"teacher.weights={config.teacher.weights}"
+        raise ValueError(
+            f"fit-bridge with {given}: a bridge belongs to one teacher; expected one: name it in teacher.hf_path"
+        )
+
+
+def check_graders(config: Config) -> None:
+    """Raises ValueError unless the judge is installed and the graders exist; imports those of the user's own."""
+    check_judge("evaluation.judge", config.evaluation.judge)
+    GraderChoice(config.evaluation.graders, config.evaluation.judge)
+
+
+def check_evaluates(config: Config) -> None:
+    """Raises ValueError unless `evaluate` has a validation set."""
+    if not config.data.sets:
+        raise ValueError("data.validation is empty; name at least one set, e.g. +data.validation.aime24=FILE")

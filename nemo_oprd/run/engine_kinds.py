@@ -1,0 +1,199 @@
+"""The rollout engines by name: what each one checks, which ranks and GPUs it takes, and how it is built.
+
+This table is known without importing torch; an engine's own module is imported when the engine is built. Nothing else
+compares the names of engines. What an engine records of a response is in `config/teacher_kinds.py`, because
+configurations are checked against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.config.rollout_schema import RolloutConfig
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import EngineName
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.run.provider import BRIDGE
+from nemo_oprd.vllm.endpoint import check_endpoints
+from nemo_oprd.vllm.launch import check_head_size, check_model, find_python
+from nemo_oprd.vllm.placement import dedicated_ranks
+
+if TYPE_CHECKING:
+    from nemo_oprd.data.token_ids import TokenIds
+    from nemo_oprd.rollout.engine import RolloutEngine
+
+# the arguments of `make_engine`
+Build: TypeAlias = "Callable[[Config, ModelSpec, Path, Layout, tuple[int, ...], TokenIds | None], RolloutEngine]"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of GPUs, or the servers, that sample at the same time, each on `gpus` GPUs and with the whole model.
+
+    Attributes:
+        placement: on the student's GPUs, on ranks that hold nothing else, or wherever somebody else runs the servers.
+        memory: the fraction of a GPU's memory that a server takes; 0 for an engine in the trainer's processes.
+    """
+
+    count: int
+    gpus: int
+    placement: Literal["colocated", "dedicated", "elsewhere"] = "colocated"
+    memory: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """One rollout engine.
+
+    Attributes:
+        label: its name in reports.
+        key: the group of configuration keys with its settings; `KEY.tensor` is the number of GPUs of a group.
+        in_process: it samples in the trainer's processes from a copy of the student, in the memory that is left there.
+        check: raises ValueError unless the engine is installed, or addressed, and can run the model; imports no torch.
+        check_device: raises ValueError if it can't run the model on this machine; needs no process group.
+        trainer_ranks: of so many ranks, those that hold models of the trainer; the engine has the ranks after them.
+            Raises ValueError if none is left.
+        groups: the groups that sample beside a student of so many ranks.
+        build: see `make_engine`.
+        sampled_with: entries of files that say how kept responses were sampled. Files of versions that had the
+            in-process engine alone lack them, so that one has none.
+    """
+
+    label: str
+    key: str
+    in_process: bool
+    check: Callable[[RolloutConfig, ModelSpec], None]
+    check_device: Callable[[RolloutConfig, ModelSpec], None]
+    trainer_ranks: Callable[[RolloutConfig, int], int]
+    groups: Callable[[RolloutConfig, int], Groups]
+    build: Build
+    sampled_with: Mapping[str, str] = field(default_factory=dict)
+
+    def check_here(self, rollout: RolloutConfig, spec: ModelSpec) -> None:
+        """Raises ValueError unless the engine can run the model on this machine: `check` and `check_device`."""
+        self.check(rollout, spec)
+        self.check_device(rollout, spec)
+
+
+def make_engine(
+    config: Config,
+    spec: ModelSpec,
+    directory: Path,
+    ranks: Layout,
+    eos_ids: tuple[int, ...],
+    sampled: TokenIds | None = None,
+) -> RolloutEngine:
+    """The engine of `config.rollout.engine`, without weights until `update_weights` or `load`. Every rank calls this.
+
+    An engine that is a program of its own is started and not waited for, so that it starts while models are loaded.
+
+    Args:
+        spec: the architecture of the model to sample from.
+        directory: where the model's config.json is.
+        ranks: the layout of the student, whose ranks the engine may use.
+        eos_ids: ids that end a response.
+        sampled: the ids that may be sampled; None: all for which the model has rows, with and without a token.
+
+    Raises:
+        ValueError: the engine does not fit the ranks or the model, or it is not installed.
+    """
+    kind = ENGINES[config.rollout.engine]
+    kind.check_here(config.rollout, spec)
+    return kind.build(config, spec, directory, ranks, eos_ids, sampled)
+
+
+def _check_family(rollout: RolloutConfig, spec: ModelSpec) -> None:
+    if not spec.family.own and rollout.expert > 1:
+        raise ValueError(
+            f"rollout.expert={rollout.expert}, but the in-process engine samples {spec.model_type} models, which "
+            "Megatron-Bridge builds, without a cache and each rank by itself; expected 1: remove rollout.expert, or "
+            "set rollout.engine=vllm"
+        )
+
+
+def _build_in_process(
+    config: Config, spec: ModelSpec, directory: Path, ranks: Layout, eos_ids: tuple[int, ...], sampled: TokenIds | None
+) -> RolloutEngine:
+    from nemo_oprd.rollout.in_process_engine import MegatronEngine
+
+    given: dict[str, Any] = {"precision": config.precision, "router_dtype": config.student.router_dtype}
+    if not spec.family.own:
+        from nemo_oprd.megatron.megatron_bridge.build import make_provider
+
+        given["provider"] = make_provider("rollout.engine=megatron: provider", BRIDGE, directory)
+    return MegatronEngine(config.rollout, spec, ranks, eos_ids, sampled, **given)
+
+
+def _check_vllm(rollout: RolloutConfig, spec: ModelSpec) -> None:
+    check_model(rollout.vllm.tensor, spec)
+    check_endpoints(rollout.vllm.endpoints, rollout.vllm.token_file)
+    if not rollout.vllm.endpoints:
+        find_python(rollout.vllm)
+
+
+def _check_vllm_device(rollout: RolloutConfig, spec: ModelSpec) -> None:
+    import torch
+
+    colocated = not rollout.vllm.endpoints and rollout.vllm.placement == "colocated"
+    if rollout.max_lag and colocated and torch.cuda.is_available():
+        raise ValueError(
+            f"rollout.max_lag={rollout.max_lag} with rollout.vllm.placement=colocated: servers on the student's GPUs "
+            "can't sample while these compute an update; expected GPUs of their own: set "
+            "rollout.vllm.placement=dedicated, or rollout.max_lag=0"
+        )
+    if not rollout.vllm.endpoints and not torch.cuda.is_available():
+        check_head_size(spec)
+
+
+def _ranks_beside_servers(rollout: RolloutConfig, ranks: int) -> int:
+    servers = dedicated_ranks(rollout.vllm)
+    if servers >= ranks:
+        raise ValueError(
+            f"rollout.vllm.placement=dedicated with {servers} rank(s) of servers leaves none of the {ranks} "
+            "rank(s) for the student; start more ranks, or use rollout.vllm.placement=colocated"
+        )
+    return ranks - servers
+
+
+def _vllm_servers(rollout: RolloutConfig, ranks: int) -> Groups:
+    vllm = rollout.vllm
+    if vllm.endpoints:
+        return Groups(len(vllm.endpoints), vllm.tensor, "elsewhere", vllm.memory_share)
+    dedicated = dedicated_ranks(vllm) // vllm.tensor
+    count = dedicated or vllm.replicas or max(1, ranks // vllm.tensor)
+    return Groups(count, vllm.tensor, vllm.placement, vllm.memory_share)
+
+
+def _build_vllm(*arguments: Any) -> RolloutEngine:
+    from nemo_oprd.vllm.engine import VllmEngine
+
+    return VllmEngine(*arguments)
+
+
+ENGINES: dict[EngineName, EngineKind] = {
+    "megatron": EngineKind(
+        label="in-process engine",
+        key="rollout",
+        in_process=True,
+        check=_check_family,
+        check_device=lambda rollout, spec: None,
+        trainer_ranks=lambda rollout, ranks: ranks,
+        groups=lambda rollout, ranks: Groups(ranks // rollout.tensor, rollout.tensor),
+        build=_build_in_process,
+    ),
+    "vllm": EngineKind(
+        label="vLLM",
+        key="rollout.vllm",
+        in_process=False,
+        check=_check_vllm,
+        check_device=_check_vllm_device,
+        trainer_ranks=_ranks_beside_servers,
+        groups=_vllm_servers,
+        build=_build_vllm,
+        sampled_with={"engine": "vllm"},
+    ),
+}

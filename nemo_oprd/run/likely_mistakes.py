@@ -1,0 +1,97 @@
+"""Likely mistakes that show before the first step, from what a run has read anyway. `train` warns, `doctor` finds them.
+
+Nothing here is refused: a model may be distilled into a larger one, and a file may hold one prompt, on purpose. What
+evaluations before the first step show is in `evaluation/teacher_lead.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.run.data import TrainingData
+from nemo_oprd.run.models import RunPlan
+
+# share of the prompts of a source that render to one text; the excerpt of that text
+NEARLY_ALL, SHOWN = 0.9, 60
+# a teacher's own prompts are rendered anew, so that few of them are looked at, evenly spaced
+TEACHER_PROMPTS = 200
+
+T = TypeVar("T")
+
+
+def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
+    """One line for each: models that look exchanged, and prompts that a chat template makes the same."""
+    run, student = plan.run, plan.files.student
+    for teacher in run.models.teachers:
+        if TEACHER_KINDS[run.config.teacher.weights].own_model:
+            smaller = smaller_teacher(student.spec, teacher.spec)
+            if smaller is not None:
+                yield f"{teacher.model.key}: {smaller}" if run.config.teachers else smaller
+    if run.config.evaluation.teacher and run.config.conversation_of(0).is_set:
+        yield (
+            "evaluation.teacher=true: the teacher is evaluated after the student's prompts, not in the conversation of "
+            "teacher.system_prompt, teacher.chat_template and teacher.chat_template_args, in which it may solve more; "
+            "`nemo-oprd evaluate` with data.chat_template_args shows that"
+        )
+    if data.recorded is not None:  # a replay reads no tokenizer
+        return
+    requests = data.prompts.requests
+    sources = {"data.train": [request.prompt_ids for request in requests]}
+    if data.evaluator is not None:
+        sources |= {f"data.validation.{name}": ids for name, ids in data.evaluator.ids.items()}
+    found = [prompts_alike(name, ids, student.tokenizer.decode) for name, ids in sources.items()]
+    some = requests[:: -(-len(requests) // TEACHER_PROMPTS) or 1]
+    for number, inputs in enumerate(data.teacher_inputs):
+        if inputs is not None:
+            taught_by = run.models.routing.teachers_of(request.data_source for request in some)
+            own = [request for request, teacher in zip(some, taught_by, strict=True) if teacher == number]
+            texts = [inputs.teacher.render(request.teacher_messages, True, request.tools) for request in own]
+            name = run.models.teachers[number].model.key if run.config.teachers else "the teacher"
+            found.append(prompts_alike(f"data.train as {name} reads it", texts))
+    yield from filter(None, found)
+
+
+def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = str) -> str | None:
+    """A line if nearly all prompts of a source are the same to a model; None if they are not.
+
+    Args:
+        prompts: each as the model reads it, after its chat template.
+        show: the text of one of them.
+    """
+    prompt, lead = None, 0
+    for each in prompts:  # Boyer and Moore's vote: only this one can be more than half of them
+        prompt = each if lead == 0 else prompt
+        lead += 1 if each == prompt else -1
+    count = sum(each == prompt for each in prompts)
+    if prompt is None or count < max(2, NEARLY_ALL * len(prompts)):
+        return None
+    which = f"all {count:,} prompts" if count == len(prompts) else f"{count:,} of {len(prompts):,} prompts"
+    return (
+        f"{source}: {which} render alike, to {show(prompt)[-SHOWN:]!r} at their end; expected different ones; fix: a "
+        "chat template that writes the messages (data.chat_template), or a file with different prompts"
+    )
+
+
+def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
+    """A line if a teacher has fewer weights in its layers than the student; None if it has not, or on servers."""
+    ours, theirs = layer_weights(student), layer_weights(teacher)
+    if theirs >= ours or not teacher.ffn_size:  # `read_served_spec` does not read it
+        return None
+    return (
+        f"the teacher has {theirs:.3g} weights in its layers and the student {ours:.3g}; expected a teacher of the "
+        "same size or a larger one; fix: exchange the two paths, unless it is meant"
+    )
+
+
+def layer_weights(spec: ModelSpec) -> float:
+    """The number of weights in the layers of a model, without biases and norms."""
+    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    experts = spec.experts
+    total = 0.0
+    for layer in range(1, spec.num_layers + 1):
+        ffn = experts.count * experts.ffn_size if experts and spec.is_sparse(layer) else spec.ffn_size
+        total += attention + (3 if spec.gated else 2) * spec.hidden_size * ffn
+    return total

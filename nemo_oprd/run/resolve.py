@@ -1,0 +1,239 @@
+"""From a configuration and a number of ranks to what a run is: its models, layer pairs, teachers' shares and layouts.
+
+`resolve` makes the checks of `checks.py` and returns what they have looked up, so that nothing reads config.json or
+divides ranks a second time. It imports no torch and reads no weights: a mistake is reported within a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
+from nemo_oprd.config.teacher_routing import Routing
+from nemo_oprd.losses.layer_mapping import weights_of_layers
+from nemo_oprd.models import Family, ModelSpec, read_model_spec
+from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.served import read_served_spec
+from nemo_oprd.run import checks
+from nemo_oprd.run.engine_kinds import ENGINES
+from nemo_oprd.run.provider import check_provider, find_family
+
+if TYPE_CHECKING:
+    from nemo_oprd.data.token_ids import TokenIds
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model of the configuration.
+
+    Attributes:
+        key: its group in the configuration: student, teacher, teachers[0], ...
+        directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint,
+            or what `hf_directory` finds for a checkpoint of Megatron-Bridge.
+        spec: the architecture.
+        served: whether vLLM servers compute the model, so that `spec` says no more than `read_served_spec` reads.
+    """
+
+    key: str
+    source: ModelSource
+    directory: Path
+    spec: ModelSpec
+    served: bool = False
+
+
+@dataclass(frozen=True)
+class ResolvedTeacher:
+    """A teacher: its model (the student's, if it starts from the student's weights), and what it is compared with.
+
+    Attributes:
+        pairs: supervised student layer -> teacher layer, both 1-based, without what a bridge changes of it.
+    """
+
+    model: ResolvedModel
+    source: TeacherSource
+    pairs: dict[int, int]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The teacher's architecture."""
+        return self.model.spec
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run, independent of the number of ranks.
+
+    Attributes:
+        layer_weights: supervised student layer (1-based) -> its weight, ascending.
+        routing: which teacher has which responses.
+        vocab_limit: the number of ids for which the student and the teachers that read them have rows.
+    """
+
+    student: ResolvedModel
+    teachers: tuple[ResolvedTeacher, ...]
+    layer_weights: dict[int, float]
+    routing: Routing
+    vocab_limit: int
+
+    @property
+    def teacher_specs(self) -> list[ModelSpec]:
+        """The teachers' architectures."""
+        return [teacher.spec for teacher in self.teachers]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run with a student and teachers on `ranks` ranks, after every check that needs neither torch nor weights."""
+
+    config: Config
+    models: RunModels
+    student_layout: Layout
+    teacher_layout: Layout
+
+    @property
+    def reader_layout(self) -> Layout:
+        """That of teachers which servers compute."""
+        return checks.reader_layout(self.student_layout)
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """A program that only samples from the student: `evaluate`.
+
+    Attributes:
+        ranks: the ranks that sample.
+    """
+
+    config: Config
+    student: ResolvedModel
+    ranks: Layout
+
+
+def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
+    """What a run of `config` on `world_size` ranks is.
+
+    Args:
+        fitting: for fit-bridge, whose models may differ in shape.
+
+    Raises:
+        ValueError: a model, its layers or the parallel sizes do not fit the configuration.
+    """
+    models = resolve_models(config, fitting=fitting)
+    layouts = checks.check_layouts(config, models.student.spec, models.teacher_specs, world_size)
+    return RunSpec(config, models, *layouts)
+
+
+def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
+    """The models of `config`; see `resolve`."""
+    student, loss = resolve_model(config.student, "student"), config.loss.representation
+    keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
+    teachers = []
+    for source, key in zip(config.teacher_sources, keys, strict=True):
+        if config.is_served(source):
+            model = _served_model(source, key)
+        # a teacher that starts from the student's files (teacher.weights other than own) is the same model
+        elif _same_files(source, config.student):
+            model = student
+        else:
+            model = resolve_model(source, key, beside=student)
+        teachers.append(
+            ResolvedTeacher(
+                model, source, checks.check_layers(config, student.spec, model.spec, source, fitting=fitting)
+            )
+        )
+    return RunModels(
+        student,
+        tuple(teachers),
+        weights_of_layers(loss.layer_weights, loss.layers, student.spec.num_layers),
+        Routing(tuple(config.teacher_sources)),
+        _known_rows(config, student, [teacher.model for teacher in teachers]),
+    )
+
+
+def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
+    """What sampling from the student of `config` on `world_size` ranks needs.
+
+    Raises:
+        ValueError: a model or the engine's sizes do not fit the configuration or the ranks.
+    """
+    student = resolve_model(config.student, "student")
+    checks.check_engine_sizes(config, student.spec)
+    ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)  # no teacher has servers here
+    checks.check_rollout_ranks(config, ranks)
+    return SamplingSpec(config, student, Layout(data=ranks))
+
+
+def servers_ids(config: Config, student: ResolvedModel) -> TokenIds:
+    """`RunFiles.sampled_ids` for servers that outlive a run; teachers without a path are left out.
+
+    Raises:
+        ValueError: a teacher's config.json can't be read, its family is not supported, or there is no tokenizer.
+    """
+    from nemo_oprd.data.tokenizer import Tokenizer  # numpy, which other commands need not wait for
+
+    sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
+    if config.teacher.reads != "ids":
+        sources = []
+    teachers = [
+        _served_model(source, "teacher")
+        if config.is_served(source)
+        else resolve_model(source, "teacher", beside=student)
+        for source in sources
+    ]
+    return Tokenizer.load(student.directory).ids(_known_rows(config, student, teachers))
+
+
+def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None = None) -> ResolvedModel:
+    """A model by its config.json.
+
+    Args:
+        beside: another model of the run. If Megatron-Bridge builds it, and not this one of the same family, the message
+            says so.
+
+    Raises:
+        ValueError: there is no such model, or its family is not supported.
+    """
+    directory, family = model_directory(source), _family(source)
+    if family is None and beside is not None:
+        family = beside.spec.family
+    spec = read_model_spec(directory, family)
+    check_provider(source.provider, spec, directory)
+    return ResolvedModel(key, source, directory, spec)
+
+
+def resolve_served(config: Config, number: int) -> ResolvedModel:
+    """Teacher `number` of `config`, for servers; ValueError if its config.json does not say its sizes."""
+    return _served_model(config.teacher_sources[number], f"teachers[{number}]" if config.teachers else "teacher")
+
+
+def _served_model(source: ModelSource, key: str) -> ResolvedModel:
+    """A teacher that vLLM servers compute, by its config.json; ValueError if that does not say its sizes."""
+    directory = Path(str(source.hf_path))
+    return ResolvedModel(key, source, directory, read_served_spec(directory), served=True)
+
+
+def model_directory(source: ModelSource) -> Path:
+    """`ResolvedModel.directory` of a model.
+
+    Raises:
+        ValueError: `checkpoint` is not a torch_dist checkpoint of a model whose config.json is known.
+    """
+    family, hf_path = _family(source), Path(source.hf_path) if source.hf_path else None
+    return hf_directory(Path(source.checkpoint), hf_path, family) if source.checkpoint else Path(str(hf_path))
+
+
+def _family(source: ModelSource) -> Family | None:
+    return find_family(source.provider, hf_path=source.hf_path, checkpoint=source.checkpoint)
+
+
+def _same_files(one: ModelSource, other: ModelSource) -> bool:
+    return (one.hf_path, one.checkpoint, one.provider) == (other.hf_path, other.checkpoint, other.provider)
+
+
+def _known_rows(config: Config, student: ResolvedModel, teachers: Sequence[ResolvedModel]) -> int:
+    reading = teachers if config.teacher.reads == "ids" else ()
+    return min(model.spec.vocab_size for model in (student, *reading))

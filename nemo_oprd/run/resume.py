@@ -1,0 +1,169 @@
+"""What a run that is started again in its directory may change: checked before models are built.
+
+The settings of a start are compared with those under which the last kept step ran (`run/config_history.py`).
+Keys that change what is learned need leave (the schema has each key's rule). A model in another place is the
+same model if its fingerprint is: every start records the fingerprints of its models in environment.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.config.loading import as_plain
+from nemo_oprd.config.resume_rules import Change, allowed, changes, shown
+from nemo_oprd.config.schema import Config
+from nemo_oprd.models.fingerprint import fingerprint
+from nemo_oprd.run.checkpoint_directory import find_checkpoint
+from nemo_oprd.run.config_history import config_at, current_config, read_config, starts
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How a start relates to what its directory holds.
+
+    Attributes:
+        step: updates of the checkpoint to go on from; None for a run that begins.
+        changed: keys with other values than under the last kept step; none for a run that begins.
+        refused: those of them that change what is learned and have no leave.
+    """
+
+    step: int | None
+    changed: list[Change]
+    refused: list[Change]
+
+
+def check_resume(config: Config, damaged: Mapping[int, str] | None = None) -> list[Change]:
+    """The keys with which a start goes on although they are not those of the last kept step.
+
+    `damaged` is as for `find_checkpoint`.
+
+    Raises:
+        ValueError: as `compare_settings`; or keys that change what is learned differ without leave (all are named).
+    """
+    found = compare_settings(config, damaged)
+    if found.refused:
+        raise ValueError(_refusal(config, found.step, found.refused))
+    return found.changed
+
+
+def compare_settings(config: Config, damaged: Mapping[int, str] | None = None) -> Resume:
+    """What a start with `config` would change in its directory; writes nothing. `damaged` is as for `find_checkpoint`.
+
+    Whether models are the same is found out on the first rank alone, because it takes reading some MB of every file of
+    weights. On other ranks a model in another place counts as the same.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or has more steps than `train.steps`; or a file of settings is malformed.
+    """
+    directory = Path(config.output)
+    step, _ = find_checkpoint(directory / "checkpoints", damaged)
+    if step is not None and step > config.train.steps:
+        raise ValueError(
+            f"train.steps={config.train.steps}: output={config.output} has a checkpoint after {step} steps; expected "
+            f"at least {step}: raise train.steps, or choose another output"
+        )
+    before = config_at(directory, step) if step is not None else _overwritten(directory)
+    if before is None:
+        return Resume(step, [], [])
+    old, new = read_config(before), as_plain(config)
+    started_in = [str(start.get("directory", "")) for start in _starts_with(before)]
+    changed = changes(old, new, started_in[-1] if started_in else "")
+    if os.environ.get("RANK", "0") == "0":
+        changed = _with_models(before, step or 1, changed, old, new)
+    else:
+        changed = [replace(c, rule="free") if c.key.endswith((".hf_path", ".checkpoint")) else c for c in changed]
+    if step is None:  # what a checkpoint forbids is a matter of leave where there is none
+        changed = [replace(c, rule="learned") if c.rule == "fixed" else c for c in changed]
+    allow = config.train.allow_changes
+    refused = [c for c in changed if c.rule == "fixed" or (c.rule == "learned" and not allowed(c, allow))]
+    return Resume(step, changed, refused)
+
+
+def models_of(config: Config) -> dict[str, str]:
+    """Key of a model's directory -> its fingerprint, of the models that there are."""
+    found = {key: fingerprint(Path(path)) for key, path in _model_paths(as_plain(config)).items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _starts_with(file: Path) -> list[dict[str, Any]]:
+    return [start for start in starts(file.parent) if start.get("config") == file.name]
+
+
+def _overwritten(directory: Path) -> Path | None:
+    """The settings of a run without checkpoints whose metrics a start would overwrite; None if it made no update."""
+    metrics, file = directory / "metrics.jsonl", current_config(directory)
+    if not (metrics.is_file() and file.is_file()):
+        return None
+    for line in metrics.read_bytes().splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError):
+            break  # a killed run was writing this line
+        if isinstance(step, int) and step > 0:
+            return file
+    return None
+
+
+def _refusal(config: Config, step: int | None, refused: list[Change]) -> str:
+    """One line that names all refused keys with both values."""
+    done = f"step {step} of output={config.output} was made" if step else f"output={config.output} was trained"
+    text = f"{done} with other settings, {', '.join(map(str, refused))}; expected the same: "
+    never = [change.key for change in refused if change.rule == "fixed"]
+    keys = ",".join(change.key for change in refused if change.rule == "learned")
+    other = "set them back, or choose another output"
+    if never:
+        return f"{text}{other} (no run can go on with another {', '.join(never)})"
+    what = "go on with" if step else "start over with"
+    return f"{text}{other}, or {what} train.allow_changes=[{keys}]"
+
+
+def _model_paths(config: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> directory of every model of a configuration."""
+    groups = {"student": config.get("student"), "teacher": config.get("teacher")}
+    groups |= {f"teachers.{number}": teacher for number, teacher in enumerate(config.get("teachers") or [])}
+    return {
+        f"{role}.{name}": str(group[name])
+        for role, group in groups.items()
+        for name in ("hf_path", "checkpoint")
+        if isinstance(group, dict) and group.get(name) is not None
+    }
+
+
+def _known_fingerprint(path: str) -> str | None:
+    """The fingerprint of a model of an earlier start; None if it is not there any more, as a whole."""
+    try:
+        return fingerprint(Path(path))
+    except ValueError:  # what was a directory of checkpoints names none any more
+        return None
+
+
+def _with_models(
+    file: Path, step: int, changed: list[Change], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> list[Change]:
+    """`changed` with what the models' contents say: the same model may move, another student is never accepted.
+
+    `file` holds `old`. A start that went on behind `step`, the last kept one, has made no step that is kept.
+    """
+    kept = [each for each in _starts_with(file) if "models" in each and each.get("after_step", 0) < step]
+    recorded: dict[str, Any] = kept[-1]["models"] if kept else {}
+    by_key = {change.key: change for change in changed}
+    before, after = _model_paths(old), _model_paths(new)
+    for key, path in after.items():
+        if key not in before:
+            continue
+        known = recorded.get(key) or (_known_fingerprint(before[key]) if key in by_key else None)
+        if known is None:
+            continue  # an earlier version's run: the same path counts as the same model, another one as another
+        if known == fingerprint(Path(path)):
+            if key in by_key:
+                by_key[key] = replace(by_key[key], rule="free")
+        elif key not in by_key:
+            by_key[key] = Change(key, shown(path), "another model there", "learned")
+        elif key.startswith("student."):
+            by_key[key] = replace(by_key[key], rule="fixed")
+    return list(by_key.values())

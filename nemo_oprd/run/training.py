@@ -1,0 +1,473 @@
+"""Builds the parts of a training run, in an order that finds cheap mistakes before expensive work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.bridge.artifact import save_bridge
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.data.preparation import DataReport
+from nemo_oprd.distillation.distiller import Distiller
+from nemo_oprd.distillation.sampling_check import SamplingCheck
+from nemo_oprd.distillation.trained_projectors import trained_bridge
+from nemo_oprd.evaluation.evaluator import Evaluator
+from nemo_oprd.evaluation.tables import final_report
+from nemo_oprd.megatron.model import lacks_transformer_engine
+from nemo_oprd.megatron.parallel import everyones, first_ranks, init_distributed
+from nemo_oprd.megatron.weights.hf_export import export_hf
+from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
+from nemo_oprd.megatron.weights.torch_dist import OtherCheckpointError
+from nemo_oprd.rollout.beside import EngineBeside
+from nemo_oprd.rollout.engine import RolloutEngine
+from nemo_oprd.rollout.replay import ReplayEngine
+from nemo_oprd.rollout.resume_cache import ResumeCache
+from nemo_oprd.rollout.schedule import Schedule, lag_metrics, schedule_settings
+from nemo_oprd.rollout.stream_rollouts import StreamSampler
+from nemo_oprd.rollout.training_rollouts import RolloutSampler
+from nemo_oprd.run.canary import refuse_wrong_states
+from nemo_oprd.run.checkpoint_directory import (
+    find_checkpoint,
+    find_damage_inside,
+    find_damage_together,
+    has_digests,
+    iteration_directory,
+)
+from nemo_oprd.run.checkpointer import Checkpointer, skipped_in_a_row
+from nemo_oprd.run.checks import idle_ranks, wait_for_endpoints
+from nemo_oprd.run.config_history import record_environment
+from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
+from nemo_oprd.run.engine_kinds import ENGINES, make_engine
+from nemo_oprd.run.likely_mistakes import likely_mistakes
+from nemo_oprd.run.metrics_log import MetricsLog
+from nemo_oprd.run.models import RunFiles, RunPlan, build_distiller, make_plan
+from nemo_oprd.run.prompt_files import write_report
+from nemo_oprd.run.resolve import RunModels, RunSpec
+from nemo_oprd.run.resume import check_resume, compare_settings, models_of
+from nemo_oprd.run.step_recorder import StepRecorder
+from nemo_oprd.run.timeline import AHEAD, SAMPLING, PhaseTimer, Timeline
+from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature, load_checkpoint
+from nemo_oprd.run.validation import SourceModels, Validation
+from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.messages import is_first_rank
+from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.runtime.run_lock import RunLock
+from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The parts of a training run. Every rank of the world has one of each."""
+
+    config: Config
+    distiller: Distiller
+    engine: RolloutEngine
+    sampler: RolloutSampler
+    sampling_check: SamplingCheck
+    recorder: StepRecorder
+    validation: Validation
+    checkpointer: Checkpointer
+    log: MetricsLog
+    timeline: Timeline
+    first_step: int
+    files: RunFiles
+    evaluator: Evaluator | None
+
+    def check_sampled(self, step: int) -> dict[str, float]:
+        """Compares what the engine has sampled with the student, whose weights it has; returns the metrics of both.
+
+        Raises:
+            ValueError: the engine samples from something else.
+        """
+        found: dict[str, float] = {}
+        for rollouts in self.sampler.unchecked():
+            found |= self.engine.metrics | self.sampling_check(self.distiller.student, rollouts, step)
+        return found
+
+    def check_teachers(self, step: int) -> None:
+        """Lets teachers on servers show their states again, if that is due. Raises ValueError if these are wrong."""
+        for teacher in self.distiller.teachers:
+            if (span := teacher.asked_ahead(step)) is not None:
+                self.timeline.note(AHEAD, *span)
+            teacher.check(step)
+
+    def settle(self, step: int, timer: PhaseTimer) -> dict[str, float]:
+        """Brings home and checks what was sampled during the update of a step, before the weights change.
+
+        That includes an evaluation of these weights.
+        """
+        with timer("generate"):
+            self.sampler.settle(step)
+        with timer("check"):
+            found = self.check_sampled(step)
+        with self.timeline("evaluation"):
+            self.validation.settle()
+        return found
+
+    def measure_lag(self, rollouts: list[Rollout], step: int) -> dict[str, float]:
+        """How far the student is from those that sampled the rollouts of a step; nothing without `rollout.max_lag`."""
+        if not self.config.rollout.max_lag:
+            return {}
+        student = self.distiller.student
+        return lag_metrics(rollouts, student.optimizer_steps) | self.sampling_check.drift(student, rollouts, step)
+
+    def finish(self) -> None:
+        """Saves the trained bridge, exports the student, prints the table of evaluations and what may be done next."""
+        config, student = self.config, self.distiller.student
+        if student.objective.trains_bridge and student.role.is_member:
+            report = {"trained_with_student": {"steps": config.train.steps, "from": config.bridge.path}}
+            bridge = trained_bridge(student.chunks, student.role, student.objective, report)
+            if bridge is not None:
+                save_bridge(bridge, Path(config.output) / "bridge")
+        if config.train.export_hf:
+            target = Path(config.output) / "hf"
+            export_hf(student.hf_weights(), self.files.student.directory, target, student.spec.torch_dtype)
+            if config.data.chat_template is not None and dist.get_rank() == 0:
+                # the student has learned to answer in this template, and servers look for it under this name
+                shutil.copyfile(config.data.chat_template, target / "chat_template.jinja")
+                shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)  # they would take its place
+            skipped = max(everyones(self.checkpointer.skipped_in_a_row))  # ranks outside the student know of none
+            if skipped and is_first_rank():
+                steps = "the last step" if skipped == 1 else f"each of the last {skipped} steps"
+                logger.warning(
+                    f"in {steps} an update was skipped, because its loss or gradient was not finite "
+                    f"(train/skipped_update in metrics.jsonl): evaluate the student in {target} before you use it"
+                )
+            logger.info(f"exported the student to {target}")
+        if self.evaluator is not None and dist.get_rank() == 0:
+            print(final_report(self.log.path), flush=True)
+        if dist.get_rank() == 0:
+            print(_what_next(config), flush=True)
+
+
+def _what_next(config: Config) -> str:
+    """The lines that a run ends with: the report, the export, models of one's own."""
+    lines = [f"next: nemo-oprd report {shlex.quote(config.output)}   # the report, a page for a browser"]
+    if config.train.export_hf:
+        export = json.dumps(str(Path(config.output) / "hf"))
+        lines.append(f"      transformers.AutoModelForCausalLM.from_pretrained({export})   # the student, in Python")
+    lines.append("      docs/my_models.md   # your own student, teacher and prompts")
+    return "\n".join(lines)
+
+
+@contextmanager
+def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
+    """Builds a run; in this context the run holds its lock and its signal handlers. Every rank of the world enters it.
+
+    Mistakes that can be found without models are reported before models are loaded, and mistakes in a checkpoint before
+    anything is written.
+
+    Raises:
+        ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
+    """
+    config = spec.config
+    check_output(config.output)
+    check_directory(Path(config.output), "train")
+    files = RunFiles(config, spec.models)
+    data = read_training_data(spec, files)
+    if data.recorded is None:
+        ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
+    plan = make_plan(spec, files)
+    if data.recorded is None:
+        check_bridge_tokenizers(plan.objective, files)
+    damaged: dict[int, str] = {}
+    _find_checkpoint(config, plan, damaged)
+    check_resume(config, damaged)
+    wait_for_endpoints(config)
+    # the checkpoint is looked up again under the lock, because another run may have replaced it until here
+    lock = RunLock(Path(config.output)) if is_first_rank() else None
+    engine: RolloutEngine | None = None
+    try:
+        signals = Signals()
+        engine = _make_engine(plan, data)  # before the models, because an engine may start meanwhile
+        run = _build(plan, data, engine, signals)
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        if lock is not None:
+            lock.undo()
+        raise
+    try:
+        with signals, _written_aside(run):
+            try:
+                yield run
+            except StoppedWaiting as stopped:
+                run.checkpointer.stop_while_waiting(stopped)
+    finally:
+        try:
+            run.distiller.close()
+        finally:
+            engine.close()
+            run.log.close()
+            if lock is not None:
+                lock.release()
+
+
+@contextmanager
+def _written_aside(run: TrainingRun) -> Iterator[None]:
+    """At the end, or at a stop, waits for the files that are written aside, and raises what went wrong with them.
+
+    Another error is told first: the process waits for these files when it ends (`runtime/background.py`).
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    except Stopped:
+        failed = False
+        raise
+    finally:
+        try:
+            run.sampler.cache.finish(failed=failed)
+        finally:
+            run.recorder.finish(failed=failed)
+
+
+def _make_engine(plan: RunPlan, data: TrainingData) -> RolloutEngine:
+    if data.recorded is not None:
+        return ReplayEngine(data.recorded)
+    init_distributed()
+    run, files = plan.run, plan.files.student
+    sampled, eos_ids = plan.files.sampled_ids, files.tokenizer.eos_ids
+    return make_engine(run.config, files.spec, files.directory, run.student_layout, eos_ids, sampled)
+
+
+def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
+    config = plan.run.config
+    init_distributed()
+    damaged: dict[int, str] = {}
+    latest, notes = _find_undamaged_checkpoint(config, plan, damaged)
+    changed = check_resume(config, damaged)
+    distiller = build_distiller(plan)
+    try:
+        for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
+            logger.info(line)
+        run = _assemble(plan, data, engine, signals, distiller, latest)
+        for note in notes:
+            logger.info(note)
+        if run.first_step:
+            logger.info(f"resumed from {_checkpoints(config)} after {run.first_step} of {config.train.steps} steps")
+        for change in changed:
+            logger.info(f"changed: {change}")
+        _tell(run, plan, data)
+    except BaseException:
+        distiller.close()
+        raise
+    return run
+
+
+def _assemble(
+    plan: RunPlan,
+    data: TrainingData,
+    engine: RolloutEngine,
+    signals: Signals,
+    distiller: Distiller,
+    latest: int | None,
+) -> TrainingRun:
+    config = plan.run.config
+    first_step = latest or 0
+    student, files = distiller.student, plan.files
+    checkpoints = _checkpoints(config)
+    if first_step:
+        load_checkpoint(checkpoints, first_step, student)
+    log = MetricsLog(config, first_step)
+    directory = files.student.directory
+    cache = _resume_cache(config, directory)
+    skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
+    decoder = None if data.recorded is not None else files.student.tokenizer
+    recorder = StepRecorder(config, plan.run.models.routing, log, decoder)
+    checkpointer = Checkpointer(
+        config.train, checkpoints, student, directory, signals, skipped, first_step, recorder.finish
+    )
+    teacher = files.teachers[0]
+    models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
+    stopping = checkpointer.asked_to_stop, checkpointer.stop_while_sampling
+    schedule = Schedule(config, data.prompts, student.spec.max_positions)
+    inputs = schedule, data.teacher_inputs
+    kind = StreamSampler if config.rollout.mode == "stream" else RolloutSampler
+    sampler = kind(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
+    sampler.beside = _overlapping(config, engine)
+    if config.served_teachers and config.teacher.vllm.ahead_gib:
+        sampler.complete = distiller.ask_ahead
+    checkpointer.write_ahead = sampler.write_ahead
+    timeline = Timeline(Path(config.output), first_step, writes=log.writes)
+    sampler.note = partial(timeline.note, SAMPLING)
+    if first_step:
+        sampler.read_ahead(iteration_directory(checkpoints, first_step))
+    return TrainingRun(
+        config,
+        distiller,
+        engine,
+        sampler,
+        SamplingCheck(config, files.sampled_ids),
+        recorder,
+        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, sampler.beside),
+        checkpointer,
+        log,
+        timeline,
+        first_step,
+        files,
+        data.evaluator,
+    )
+
+
+def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
+    """Logs what is worth knowing of the run before its first step, and stores it in the run directory."""
+    config = run.config
+    recorded = None if data.recorded is None else len(data.recorded)
+    layouts = plan.run.student_layout, plan.run.teacher_layout
+    idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
+    if idle is not None and is_first_rank():
+        logger.warning(idle.line)
+    if is_first_rank():
+        for line in likely_mistakes(plan, data):
+            logger.warning(line)
+        if (lacking := lacks_transformer_engine(run.distiller.student.dtype)) is not None:
+            logger.warning(lacking)
+    _record_environment(run, plan)
+    if data.report is not None:
+        _record_prompts(run, data.report)
+    _show_bridges(run)
+    if not TEACHER_KINDS[config.teacher.weights].copied and is_first_rank():
+        logger.warning(
+            "teacher.weights=student: both models change, and can agree on responses without content. Watch the "
+            "validation metrics, or choose ema or initial weights (docs/teachers.md)"
+        )
+
+
+def _resume_cache(config: Config, student: Path) -> ResumeCache:
+    """Keeps what was sampled last, for a run that samples alike."""
+    sampled_with = {"student": str(student), "precision": config.precision}
+    sampled_with |= ENGINES[config.rollout.engine].sampled_with
+    sampled_with |= schedule_settings(config)
+    if config.student.router_dtype is not None:
+        sampled_with["router_dtype"] = config.student.router_dtype
+    return ResumeCache(Path(config.output) / "rollouts", sampled_with)
+
+
+def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
+    """What samples evaluations beside training; None if they are sampled alone.
+
+    The in-process engine has no time in which the trainer computes. The checkpoint of a best evaluation is written
+    before the next step.
+    """
+    waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
+    return None if waits or not config.rollout.max_lag else EngineBeside(engine)
+
+
+def _find_undamaged_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
+    """As `_find_checkpoint`, the same step on every rank, which reads its share of the checkpoint's files for it.
+
+    Another rank may have looked before the first rank held the lock, or may see an outdated state of the file system.
+
+    Args:
+        damaged: gets what is wrong with newer checkpoints.
+    """
+    while True:
+        latest, notes = _find_checkpoint(config, plan, damaged)
+        latest = first_ranks(latest)
+        if latest is None:
+            return None, notes
+        directory = iteration_directory(_checkpoints(config), latest)
+        damage = find_damage_together(directory)
+        if damage is None:
+            break
+        damaged[latest] = damage
+    if not has_digests(directory):
+        notes.append(f"{directory} has no digests (an earlier version wrote it): only its files' sizes were checked")
+    return latest, notes
+
+
+def _find_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
+    """(The step to resume after, or None for a new run; notes on damaged checkpoints that were skipped).
+
+    `damaged` is as for `find_checkpoint`, and gets what is wrong with a checkpoint that can't be read.
+    """
+    root = _checkpoints(config)
+    latest, notes = find_checkpoint(root, damaged)
+    if latest is None:
+        return None, notes
+    try:
+        check_checkpoint(root, latest, plan.files.student.spec)
+    except OtherCheckpointError:
+        raise
+    except ValueError:
+        damage = find_damage_inside(iteration_directory(root, latest))
+        if damage is None:
+            raise
+        damaged[latest] = damage
+        return _find_checkpoint(config, plan, damaged)
+    try:
+        check_resume_signature(root, latest, config, plan.objective, plan.needs)
+    except ValueError as error:  # one setting that no run can go on with; the others should be known, too
+        refused = ", ".join(map(str, compare_settings(config, damaged).refused))
+        raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
+    return latest, notes
+
+
+def _checkpoints(config: Config) -> Path:
+    return Path(config.output) / "checkpoints"
+
+
+def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
+    """Logs which kernels are used, and stores them in the run directory with the versions of all packages."""
+    kernels = run.distiller.student.kernels()
+    logger.info("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
+    if dist.get_rank() == 0:
+        run_spec = plan.run
+        layouts = {"student": run_spec.student_layout.describe(), "teacher": run_spec.teacher_layout.describe()}
+        start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
+        start |= {"conversations": plan.files.conversations(), "model_sizes": _model_sizes(plan.run.models)}
+        record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
+
+
+def _model_sizes(models: RunModels) -> dict[str, dict[str, Any]]:
+    """Key of a model in the configuration -> family and size; the parameters of a model on servers are unknown."""
+    found = {}
+    for model in (models.student, *(teacher.model for teacher in models.teachers)):
+        size = {"model_type": model.spec.model_type, "layers": model.spec.num_layers}
+        size |= {"hidden_size": model.spec.hidden_size}
+        if not model.served:
+            size |= {"parameters": sum(math.prod(each.shape) for each in checkpoint_parameters(model.spec))}
+        found[model.key] = size
+    return found
+
+
+def _record_prompts(run: TrainingRun, report: DataReport) -> None:
+    """Logs what was done to the prompts, and stores it in the run directory."""
+    for line in report.lines:
+        logger.info(line)
+    if dist.get_rank() == 0:
+        warning = write_report(report, Path(run.config.output))
+        if warning is not None and run.first_step:
+            logger.warning(warning)
+
+
+def _show_bridges(run: TrainingRun) -> None:
+    """Logs the layer pairs of each bridge, and saves frozen bridges in the run directory."""
+    objective = run.distiller.objective
+    for number, match in enumerate(objective.teachers):
+        if match.bridge is None:
+            continue
+        pairs = "  ".join(f"{student}:{teacher}" for student, teacher in match.layers.items())
+        training = ", trained with the student" if objective.trains_bridge else ""
+        logger.info(f"bridge of rank {match.bridge.rank}{training}, student layer:teacher layer  {pairs}")
+        if dist.get_rank() == 0 and not objective.trains_bridge:  # a trained bridge is saved at the end
+            suffix = f"_{number}" if run.config.teachers else ""
+            save_bridge(match.bridge, Path(run.config.output) / f"bridge{suffix}")

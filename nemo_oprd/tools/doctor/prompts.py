@@ -1,0 +1,356 @@
+"""The checks of the prompts: what `nemo-oprd data` counts, judged, and what shows in single prompts.
+
+Duplicates and contamination are counted by `run/prompt_files.py`, as a run and the command `data` do it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.preparation import DataReport
+from nemo_oprd.data.prompts import Prompt
+from nemo_oprd.data.tokenizer import Tokenizer
+from nemo_oprd.evaluation.grading import extraction
+from nemo_oprd.evaluation.grading.graders import BuiltinGrader, GraderChoice
+from nemo_oprd.run.prompt_files import prepare_prompts, training_prompts, validation_problems
+from nemo_oprd.tools.doctor.findings import Finding, flag
+
+# The checks of the instructions in prompts, as the models read them: the same one twice, or two that contradict.
+#
+# Prompt files often hold the instruction that somebody adds once more: by a template's system prompt, by
+# `teacher.prompt`, by `data.suffix`, or in the file itself. The student then trains on prompts that no evaluation has.
+
+
+INSTRUCTIONS_CHECK = "suffix"
+# shorter repetitions ("Find the value.") occur in problems; instructions are longer
+SENTENCE_WORDS = 5
+# A problem may repeat a sentence of its own. An instruction is repeated in all prompts of a file, so in 1 % of them at
+# least, whatever the mixture of files.
+REPEATED_SHARE = 0.01
+# marks of chat templates, which stand between the sentences of a rendered prompt; DeepSeek's have a wide |
+SPECIAL = re.compile(r"<[|\uff5c][^<>]{1,40}[|\uff5c]>|\[/?INST\]|</?s>|<</?SYS>>")
+
+_ANSWER = r"(?:answer|result|solution|number|value)"
+# What an instruction may ask for, however it is worded. "5 balls in a box" is no request, and neither is a full box.
+REQUESTS: Mapping[str, re.Pattern[str]] = {
+    "a boxed answer": re.compile(
+        rf"\\boxed(?:\{{\s*\}}|(?!\s*\{{))|\b(?:{_ANSWER}|it)\b[^.!?\n]{{0,40}}\b(?:in|inside|within|into) an? box\b"
+        rf"|\b(?:{_ANSWER}) (?:must|should|has to|is to) be boxed|\bbox(?:ed)? (?:the|your|its) (?:final )?{_ANSWER}",
+        re.IGNORECASE,
+    ),
+    "reasoning step by step": re.compile(
+        r"\bstep[- ]by[- ]step\b|\bone step at a time\b|\b(?:in|with|show|write) (?:all |your |the )?"
+        r"(?:single |clear )?steps\b|\bshow (?:all )?your (?:work|reasoning)\b",
+        re.IGNORECASE,
+    ),
+}
+# two requests that no response can fulfil at once
+CONTRADICTIONS: Sequence[tuple[str, re.Pattern[str], re.Pattern[str]]] = (
+    (
+        "reasoning, and the answer alone",
+        REQUESTS["reasoning step by step"],
+        re.compile(
+            rf"\b(?:only|just|nothing but) (?:give |output |write |state |return )?(?:the |a )?(?:final )?{_ANSWER}\b"
+            rf"|\b{_ANSWER} (?:only|alone)\b|\bwithout (?:any )?(?:explanation|reasoning|steps)\b"
+            r"|\bno (?:explanation|reasoning)\b|\bdo(?: not|n't) (?:explain|reason|show)\b",
+            re.IGNORECASE,
+        ),
+    ),
+    (
+        "an answer in a box, and an answer after another mark",
+        REQUESTS["a boxed answer"],
+        re.compile(r"####|\b(?:form|line|after|with|format)\b[^\n]{0,40}\banswer:", re.IGNORECASE),
+    ),
+)
+
+
+def instructions(prompts: dict[str, list[str]]) -> Iterator[Finding]:
+    r"""Whether prompts hold an instruction twice, or two instructions that contradict each other.
+
+    Only the plainest of the three kinds is said of a source, and only if two prompts at least have it: single problems
+    repeat sentences of their own.
+
+    Args:
+        prompts: where they come from -> prompts as a model reads them.
+    """
+    fix = "fix: remove one of them from the prompt file, data.suffix, teacher.prompt, or the template's system prompt"
+    kinds: list[tuple[str, Callable[[str], set[str]], str, str]] = [
+        ("instruction-repeated", repeated_sentences, "hold an instruction twice", "expected it once"),
+        ("instruction-in-other-words", repeated_requests, "ask in two sentences for", "expected one of them"),
+        ("instruction-conflicts", contradictions, "ask for", "expected one of the two"),
+    ]
+    silent = set(prompts)
+    for code, find, what, expected in kinds:
+        for source in sorted(silent):
+            texts = prompts[source]
+            counts = Counter(item for text in texts for item in find(text))
+            item, count = max(counts.items(), key=lambda entry: (entry[1], entry[0]), default=("", 0))
+            if not count or count < min(2, len(texts)) or count < REPEATED_SHARE * len(texts):
+                continue
+            silent.discard(source)
+            share = count / len(texts)
+            text = f"{share:.0%} of {len(texts)} prompts of {source} {what}: {item[:90]!r}; {expected}; {fix}"
+            yield Finding(
+                INSTRUCTIONS_CHECK,
+                "warning",
+                text,
+                {"source": source, "prompts": len(texts), "share": share},
+                code=code,
+            )
+    if len(silent) == len(prompts):
+        read = ", ".join(f"{len(texts)} of {source}" for source, texts in prompts.items())
+        yield Finding(INSTRUCTIONS_CHECK, "ok", f"no instruction stands twice in the prompts as they are read ({read})")
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences and lines of a rendered prompt, in lower case, with single spaces."""
+    parts = re.split(r"(?<=[.!?])\s+|\n+", re.sub(SPECIAL, "\n", text))
+    return [" ".join(part.lower().split()) for part in parts]
+
+
+def repeated_sentences(text: str) -> set[str]:
+    """The sentences of five or more words that occur twice in a prompt."""
+    counts = Counter(sentence for sentence in sentences(text) if len(sentence.split()) >= SENTENCE_WORDS)
+    return {sentence for sentence, count in counts.items() if count > 1}
+
+
+def repeated_requests(text: str) -> set[str]:
+    """What two different sentences of a prompt ask for, by `REQUESTS`."""
+    found = set(sentences(text))
+    return {name for name, pattern in REQUESTS.items() if sum(bool(pattern.search(s)) for s in found) > 1}
+
+
+def contradictions(text: str) -> set[str]:
+    """The names of the `CONTRADICTIONS` in a prompt."""
+    plain = re.sub(SPECIAL, "\n", text)
+    return {name for name, one, other in CONTRADICTIONS if one.search(plain) and other.search(plain)}
+
+
+CHECK = "data"
+_say = partial(flag, CHECK)
+# A set whose problems nearly all stand in the training data is the training data.
+NEARLY_ALL = 0.9
+# DAPO-Math-17k repeats 7 % of its prompts.
+DUPLICATES, CONTRADICTING = 0.1, 0.01
+# visits of a prompt in a run; fewer problems than this show no difference below a third of them
+VISITS, PROBLEMS = 50, 8
+# answers stand in their own prompts more often than in those of others by this share of the prompts
+ANSWER_SHARE, STATED_SHARE = 0.25, 0.02
+ALIKE, ENOUGH, UNANSWERED = 0.9, 16, 0.05
+SOLUTION_WORDS = 15  # no final answer has as many
+# prompts of a file, evenly spaced, of which the texts are looked at
+LOOKED_AT = 5000
+MARKED, EMPTY, OTHER_ROLE, UNKNOWN, LONG = 0.01, 0.01, 0.01, 0.01, 0.2
+# of a prompt's characters that its tokens must stand for
+KEPT = 0.95
+
+
+def prompt_files(config: Config) -> Iterator[Finding]:
+    """Findings about the files' texts, without a tokenizer; one that says that there are none.
+
+    Raises:
+        ValueError: a file cannot be read, or `train` would refuse the prompts.
+    """
+    report = DataReport()
+    # what is refused or dropped is counted first
+    prepare_prompts(replace(config, data=replace(config.data, contamination="warn")), report)
+    found = list(_counted(config, report.content))
+    training = training_prompts(config)
+    sets = validation_problems(config)
+    for source, prompts in {"data.train": training, **{f"data.validation.{n}": p for n, p in sets.items()}}.items():
+        found += _texts(source, prompts[:: -(-len(prompts) // LOOKED_AT) or 1])
+    for name, problems in sets.items():
+        found += _problems(f"data.validation.{name}", problems, graded=config.evaluation.every > 0)
+        found += _graded(config, name, [problem for problem in problems if problem.answer is not None])
+    text = f"{len(training):,} prompts and {sum(map(len, sets.values())):,} problems of validation: few repeat,"
+    yield from found or [Finding(CHECK, "ok", f"{text} none hold their answers")]
+
+
+def _counted(config: Config, content: dict[str, Any]) -> Iterator[Finding]:
+    """What `nemo-oprd data` counts."""
+    repeated = content["duplicates"]
+    share = repeated["prompts"] / max(repeated["of"], 1)
+    unique = repeated["of"] - repeated["prompts"]
+    if share >= DUPLICATES and not config.data.deduplicate:
+        text = f"data.train: {repeated['prompts']:,} of {repeated['of']:,} prompts repeat an earlier one, {unique:,} "
+        text += "are left; "
+        yield _say("warning", "duplicate-prompts", f"{text}expected each once; fix: data.deduplicate=true", **repeated)
+    if repeated["with_another_answer"] >= max(2, CONTRADICTING * repeated["of"]):
+        text = f"data.train: {repeated['with_another_answer']:,} prompts repeat an earlier one with another answer; "
+        yield _say("warning", "contradicting-answers", f"{text}expected one answer; fix: correct the file", **repeated)
+    visited = config.train.steps * config.train.prompts_per_step
+    if config.rollout.replay is None and unique and visited > VISITS * unique:
+        text = f"data.train: {unique:,} different prompts are visited {visited / unique:.0f} times each in train.steps="
+        text += f"{config.train.steps}; expected at most {VISITS} visits; fix: more prompts, or fewer steps"
+        yield _say("warning", "few-prompts", text, prompts=unique, visits=visited / unique)
+    yield from _contained(config, content.get("contamination", {"sets": {}})["sets"])
+
+
+def _contained(config: Config, sets: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+    action = config.data.contamination
+    files = {Path(file).resolve() for file in config.data.train_files}
+    for name, found in sets.items():
+        share = found["contained"] / max(found["problems"], 1)
+        is_file = Path(config.data.validation.get(name, "")).resolve() in files
+        said = f"data.validation.{name}: {found['contained']:,} of {found['problems']:,} problems stand in data.train"
+        if is_file or share >= NEARLY_ALL:
+            text = f"{said}: an evaluation shows what was learned by heart; expected other problems; fix: another "
+            yield _say("wrong", "validation-is-training", f"{text}file, or data.held_out", contained=share)
+        elif found["contained"] and action == "warn":
+            example = next(entry for entry in found["examples"] if entry["contained"])
+            text = f"{said} ({found['same_text']:,} with the same text), e.g. {example['text'][:60]!r}; expected none; "
+            yield _say("warning", "contaminated", f"{text}fix: data.contamination=drop", contained=share)
+
+
+def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What is wrong with single prompts of a file, if many are."""
+    count = len(prompts)
+    if not count:
+        return
+
+    def many(number: int, share: float) -> bool:
+        return number >= max(min(2, count), share * count)
+
+    contents = [prompt.text for prompt in prompts]
+    marked = [text for text in contents if SPECIAL.search(text)]
+    if many(len(marked), MARKED):
+        match = SPECIAL.search(marked[0])
+        mark = "" if match is None else match[0]
+        text = f"{source}: {len(marked):,} of {count:,} prompts hold marks of a chat template, e.g. {mark!r}; expected "
+        text += "text alone, because the template adds them; fix: remove them"
+        yield _say("warning", "template-marks-in-prompt", text)
+    empty = sum(not re.search(r"\w", text) for text in contents)
+    if many(empty, EMPTY):
+        text = f"{source}: {empty:,} of {count:,} prompts hold no word; expected problems; fix: correct the file"
+        yield _say("warning", "prompts-empty", text, prompts=empty)
+    roles = Counter(prompt.messages[prompt.asked]["role"] for prompt in prompts)
+    if many(count - roles["user"], OTHER_ROLE):
+        other = next(role for role in roles if role != "user")
+        text = f"{source}: {count - roles['user']:,} of {count:,} prompts end with a message of the role {other!r}; "
+        yield _say("warning", "role-unusual", f"{text}expected the user's; fix: remove what follows the user's message")
+    told = _told(prompts)
+    if told:
+        text = f"{source}: {told:,} of {count:,} prompts hold their own answer; expected none; fix: remove it, or move "
+        yield _say("warning", "answer-in-prompt", f"{text}it into a field that teacher.prompt names", prompts=told)
+    answers = Counter(prompt.answer for prompt in prompts if prompt.answer is not None)
+    (answer, same), *_ = answers.most_common(1) or [("", 0)]
+    if answers.total() >= ENOUGH and same >= ALIKE * answers.total():
+        text = f"{source}: {same:,} of {answers.total():,} answers are {str(answer)[:40]!r}; expected different ones; "
+        yield _say("warning", "answers-alike", f"{text}fix: check the file's answers", share=same / answers.total())
+
+
+def _told(prompts: Sequence[Prompt]) -> int:
+    """The number of prompts that hold their answer, if these are more than chance explains; else 0.
+
+    Short answers stand in many prompts. By chance, they stand in the next prompt of the file as often.
+    """
+    pairs = [(p.text, p.answer.strip()) for p in prompts if p.answer and p.answer.strip()]
+    if len(pairs) < 2:
+        return 0
+    own = sum(_holds(text, answer) for text, answer in pairs)
+    others = sum(_holds(pairs[i - 1][0], pairs[i][1]) for i in range(len(pairs)))
+    stated = sum(_states(text, answer) for text, answer in pairs)
+    if own - others > ANSWER_SHARE * len(pairs):
+        return own
+    return stated if stated >= max(2, STATED_SHARE * len(pairs)) else 0
+
+
+def _holds(text: str, answer: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(answer)}(?![\w])", text) is not None
+
+
+def _states(text: str, answer: str) -> bool:
+    wrapped = rf"[\s$*:=({{]*(?:\\boxed\{{)?\s*{re.escape(answer)}(?!\w)"
+    return re.search(rf"(?:\b(?:answer|solution|result)\b(?: is| equals)?|\\boxed\{{){wrapped}", text, re.I) is not None
+
+
+def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Iterator[Finding]:
+    """What is wrong with a validation set; `graded`: whether the run evaluates."""
+    count = len(problems)
+    if 0 < count < PROBLEMS:
+        text = f"{source}: {count} problems show no difference between two models; expected {PROBLEMS} and more; fix: "
+        yield _say("warning", "few-problems", f"{text}a larger set", problems=count)
+    missing = sum(problem.answer is None for problem in problems)
+    if graded and missing >= max(1, UNANSWERED * count):
+        text = f"{source}: {missing:,} of {count:,} problems have no answer, so no response to them is correct; "
+        yield _say("warning", "answers-missing", f"{text}expected an answer; fix: add a field answer", problems=missing)
+    repeated = count - len({" ".join(p.text.split()) for p in problems})
+    if repeated >= max(2, DUPLICATES * count):
+        text = f"{source}: {repeated:,} of {count:,} problems repeat an earlier one; expected each once; fix: remove "
+        yield _say("warning", "duplicate-problems", f"{text}them", problems=repeated)
+
+
+def _graded(config: Config, name: str, problems: Sequence[Prompt]) -> Iterator[Finding]:
+    """Whether the answers of a validation set have the form that the grader reads, of problems with answers."""
+    choice = GraderChoice(config.evaluation.graders, config.evaluation.judge)
+    for line in choice.read(name, ((problem.data_source, problem.answer or "") for problem in problems)):
+        yield Finding(CHECK, "ok", line)
+    unlike: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        grader, answer = choice.of(name, problem.data_source), problem.answer or ""
+        if isinstance(grader, BuiltinGrader) and (why := _unlike(grader, answer, problem.messages[-1]["content"])):
+            unlike.setdefault((grader.grader, why), []).append(answer)
+    for (grader_name, why), answers in unlike.items():
+        if len(answers) >= max(1, UNANSWERED * len(problems)):
+            text = f"data.validation.{name}: {len(answers):,} of {len(problems):,} answers {why}, e.g. "
+            text += f"{answers[0][-60:]!r}, and {grader_name!r} grades them; expected answers as it reads them; fix: "
+            text += f"the final answer alone in the file, or evaluation.graders.{name}"
+            yield _say("warning", "answers-unlike-grader", text, problems=len(answers))
+
+
+def _unlike(grader: BuiltinGrader, answer: str, prompt: Any) -> str | None:
+    """What is wrong with a reference answer for its grader; None if nothing is."""
+    try:
+        grader.check(answer)
+    except ValueError:
+        return "are refused"
+    form = extraction.form(answer)
+    asks_for_box = isinstance(prompt, str) and REQUESTS["a boxed answer"].search(prompt) is not None
+    if form is not None and form != grader.grader and not ("boxed" in grader.grader and asks_for_box):
+        return f"have the form that {form!r} reads"
+    words = [] if "boxed" in answer else re.findall(r"[^\W\d_]{3,}", extraction.reference(answer))
+    return "are worked solutions without a mark" if len(words) >= SOLUTION_WORDS else None
+
+
+def tokenized(
+    config: Config, student: Tokenizer, teacher: Tokenizer | None, prompts: Sequence[Prompt]
+) -> Iterator[Finding]:
+    """Findings about the tokens of a sample of prompts; `teacher`: of one that reads the student's ids, else None."""
+    count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
+    contents = [prompt.text for prompt in prompts]
+    ids = student.encode_plain(contents)
+    found = []
+    lost = [text for text, own in zip(contents, ids, strict=True) if _is_lost(student, text, own)]
+    if len(lost) >= max(min(2, count), UNKNOWN * count):
+        text = f"the student's tokens leave out characters of {len(lost):,} of {count:,} prompts, e.g. of "
+        text += f"{lost[0][:60]!r}; expected all of a text; fix: the model's own tokenizer, or other prompts"
+        found.append(Finding(check, "warning", text, {"prompts": len(lost)}, code="unknown-characters"))
+    if teacher is not None and teacher is not student and teacher.fingerprint() == student.fingerprint():
+        others = teacher.encode_plain(contents)
+        other = sum(one != two for one, two in zip(ids, others, strict=True))
+        if other:
+            text = f"both tokenizers have the same tokens and cut {other:,} of {count:,} prompts differently; expected "
+            text += f"the same; fix: copy tokenizer.json from {student.path} or {teacher.path} to the other"
+            found.append(Finding(check, "warning", text, {"prompts": other}, code="tokenizers-split-differently"))
+    if limit is not None:
+        long = sum(len(student.encode_prompt(prompt.messages, prompt.tools)) > limit for prompt in prompts)
+        if long > LONG * count:
+            text = f"{long:,} of {count:,} prompts are longer than data.max_prompt_tokens={limit} (data.over_long="
+            text += f"{config.data.over_long}); expected at most a fifth; fix: raise it"
+            found.append(Finding(check, "warning", text, {"prompts": long}, code="prompts-over-limit"))
+    yield from found or [Finding(check, "ok", f"the tokens of {count:,} prompts stand for their whole text")]
+
+
+def _is_lost(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:
+    unknown = tokenizer.hf.unk_token_id
+    if unknown is not None and unknown in ids:
+        return True
+    plain = "".join(str(tokenizer.hf.decode(ids, clean_up_tokenization_spaces=False)).split())
+    return len(plain) < KEPT * len("".join(text.split()))

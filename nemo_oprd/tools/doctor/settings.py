@@ -1,0 +1,68 @@
+"""How much the doctor samples, and the configuration that it builds its models from. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nemo_oprd.config.rollout_schema import RolloutConfig
+from nemo_oprd.config.schema import Config
+from nemo_oprd.run.engine_kinds import ENGINES
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The size of the samples."""
+
+    prompts: int = 16  # training prompts of which one response each is sampled
+    problems: int = 32  # validation problems that student and teacher answer once each
+    max_new_tokens: int = 512  # the longest response, where the run's own limit is not shorter
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a size below 1."""
+        for name in ("prompts", "problems", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option}={getattr(self, name)}: expected at least 1; choose a larger number")
+
+
+def for_diagnosis(config: Config, settings: Settings) -> Config:
+    """The configuration with a small sample of its engine, and with both models' distributions measured.
+
+    Recorded rollouts are not replayed, because what the current student samples is to be checked, and servers that
+    others run (`rollout.vllm.endpoints`) keep their weights, because a run may be sampling from them: the default
+    engine samples instead, which needs no installation. Dedicated servers stand on the student's ranks here, so that a
+    visit needs no further ones; they end before the models are built. A correction needs log-probabilities of another
+    engine, so there is none. Whether the run's evaluations can sample the teacher is checked after the files, whose
+    findings say why not.
+    """
+    rollout = replace(
+        config.rollout,
+        engine=RolloutConfig().engine if not_sampled(config) else config.rollout.engine,
+        vllm=replace(config.rollout.vllm, placement="colocated"),
+        per_prompt=1,
+        max_new_tokens=min(config.rollout.max_new_tokens, settings.max_new_tokens),
+        replay=None,
+        save=False,
+        correction="off",
+    )
+    limit = min(evaluation_limit(config), settings.max_new_tokens)
+    watch = 0 if config.teacher.reads == "text" else 1
+    return replace(
+        config,
+        rollout=rollout,
+        evaluation=replace(config.evaluation, max_new_tokens=limit, teacher=False),
+        logging=replace(config.logging, output_metrics_every=watch),
+    )
+
+
+def not_sampled(config: Config) -> str | None:
+    """What the run samples from and the doctor does not; None: it samples as the run does."""
+    if config.rollout.replay is not None:
+        return "recorded rollouts"
+    kind = ENGINES[config.rollout.engine]
+    return f"the servers of {kind.key}.endpoints" if kind.groups(config.rollout, 1).placement == "elsewhere" else None
+
+
+def evaluation_limit(config: Config) -> int:
+    """The most tokens of a response in the run's evaluations."""
+    return config.evaluation.max_new_tokens or config.rollout.max_new_tokens

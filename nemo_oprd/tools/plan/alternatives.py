@@ -1,0 +1,249 @@
+"""Settings near a configuration that does not fit, and that do: the fastest first.
+
+Layouts are searched in two passes, so that the search takes seconds: the teacher's beside the student's smallest one,
+then the student's beside the best of the teacher's. Layouts whose weights alone do not fit are left out before anything
+else is computed. Other settings than layouts and recomputation are tried only where these do not suffice, because what
+they cost is not in the estimated seconds: copies of an offloaded teacher, communication of an engine over several GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.config.checks import check
+from nemo_oprd.config.schema import Config
+from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.run.checks import check_layouts
+from nemo_oprd.run.engine_kinds import ENGINES
+from nemo_oprd.run.resolve import RunSpec
+from nemo_oprd.tools.plan.estimate import Estimate, Lengths, Works, estimate_works, make_works
+from nemo_oprd.tools.plan.gpus import ASSUMED, Cluster
+from nemo_oprd.tools.plan.memory import student_state, teacher_weights
+
+SIZES = (1, 2, 4, 8)
+# teacher's layouts that the student's are combined with, beside the configured and the smallest one
+TEACHERS = 3
+# what a further change has to save of a step's seconds
+GAIN = 0.01
+
+Changes = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Changed keys of a configuration that fits with them, and its estimate."""
+
+    changes: Changes
+    estimate: Estimate
+
+    @property
+    def arguments(self) -> str:
+        """The changes as arguments of the command line."""
+        return " ".join(f"{key}={str(value).lower()}" for key, value in self.changes.items())
+
+    @property
+    def rank(self) -> tuple[float, float, int]:
+        """The better, the smaller: seconds of a step, then GB, as far as the report shows them, then changes."""
+        peak = self.estimate.kinds[0].memory.peak
+        return round(self.estimate.step_seconds, 1), round(peak / 1e9, 1), len(self.changes)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Changes of one role's layout, and the bytes that the role holds at least on its fullest rank."""
+
+    changes: Changes
+    least: float
+
+
+def alternatives(run: RunSpec, cluster: Cluster, lengths: Lengths, most: int = 3) -> list[Alternative]:
+    """At most `most` alternatives that fit: the fastest step first, then the least memory.
+
+    Every one passes the checks of its configuration, and of its layouts against the models, that a run makes.
+    """
+    found = Search(run, cluster, lengths).fitting()
+    found = [each for each in found if not any(_is_enough(other, each) for other in found)]
+    # of those that differ in the teacher's layout only, the best
+    best: dict[tuple[tuple[str, object], ...], Alternative] = {}
+    for each in sorted(found, key=lambda each: each.rank):
+        best.setdefault(tuple(item for item in each.changes.items() if not item[0].startswith("teacher.")), each)
+    return list(best.values())[:most]
+
+
+def _is_enough(other: Alternative, each: Alternative) -> bool:
+    """Whether some of the changes of `each` are almost as fast as all of them."""
+    fewer = other.changes.items() < each.changes.items()
+    return fewer and other.estimate.step_seconds <= (1 + GAIN) * each.estimate.step_seconds
+
+
+class Search:
+    """The search around one run."""
+
+    def __init__(self, run: RunSpec, cluster: Cluster, lengths: Lengths) -> None:
+        self.config, self.cluster, self.lengths = run.config, cluster, lengths
+        self.works = make_works(run.config, run.models, lengths)
+        self.usable = cluster.gpu.memory - ASSUMED.reserve
+
+    def fitting(self) -> list[Alternative]:
+        """All alternatives that were found to fit."""
+        students, teachers = self._students(), self._teachers()
+        if not students or not teachers:
+            return []
+        for options in (self._recompute(), self._options()):
+            kept = self._best_teachers(min(students, key=lambda each: each.least), teachers, options[-1])
+            candidates = (
+                student.changes | teacher.changes | option
+                for student, teacher in itertools.product(students, kept)
+                for option in options
+                if student.least + (0.0 if self._offloads(option) else teacher.least) <= self.usable
+            )
+            found = [each for each in self._estimates(candidates) if not each.estimate.problems]
+            if found:
+                return found
+        return []
+
+    def _estimates(self, candidates: Iterable[Changes]) -> Iterator[Alternative]:
+        """The candidates that are valid, fit or not; only what differs from the configuration counts as changed."""
+        seen: set[frozenset[tuple[str, object]]] = {frozenset()}
+        for wanted in candidates:
+            changes = {name: value for name, value in wanted.items() if value != _value(self.config, name)}
+            key = frozenset(changes.items())
+            if key in seen:
+                continue
+            seen.add(key)
+            try:
+                candidate = changed(self.config, changes)
+                check(candidate)
+                # no key of the search has an influence on the work
+                works = Works(replace(self.works.longest, config=candidate), replace(self.works.mean, config=candidate))
+                yield Alternative(changes, estimate_works(works, self.cluster, self.lengths))
+            except ValueError:  # sizes that do not fit the ranks or a model, or settings that exclude each other
+                continue
+
+    def _students(self) -> list[_Place]:
+        """The student's layouts whose weights, gradients and optimizer fit."""
+        work, found = self.works.longest, []
+        for changes in self._sizes("student", work.student, SIZES):
+            layouts = self._layouts(changes)
+            if layouts is not None:
+                stages = range(layouts[0].pipeline)
+                least = max(sum(student_state(work, layouts[0], stage).values()) for stage in stages)
+                found.append(_Place(changes, least))
+        return [each for each in found if each.least <= self.usable]
+
+    def _teachers(self) -> list[_Place]:
+        """The teacher's layouts, beside a student that fits any number of ranks."""
+        if TEACHER_KINDS[self.config.teacher.weights].moves or not self.works.longest.own_teachers:
+            return [_Place({}, 0.0)]
+        work, found = self.works.longest, []
+        for changes in self._sizes("teacher", work.own_teachers[0].spec, (self.config.teacher.parallel.pipeline,)):
+            layouts = self._layouts(changes | {"student.parallel": type(self.config.student.parallel)()})
+            if layouts is not None:
+                stages = range(layouts[1].pipeline)
+                found.append(_Place(changes, max(teacher_weights(work, layouts[1], stage) for stage in stages)))
+        return found
+
+    def _sizes(self, role: str, spec: ModelSpec, pipelines: Sequence[int]) -> Iterator[Changes]:
+        """Changes of the layout of a role."""
+        own = getattr(self.config, role).parallel
+        tensors = sorted({own.tensor, *(size for size in SIZES if size <= self.cluster.gpus_per_node)})
+        key = f"{role}.parallel"
+        for tensor, pipeline in itertools.product(tensors, sorted({own.pipeline, *pipelines})):
+            ranks = self.cluster.ranks // pipeline
+            for expert, expert_tensor in self._expert_sizes(spec, ranks, (own.expert, own.expert_tensor)):
+                yield {
+                    f"{key}.tensor": tensor,
+                    f"{key}.sequence": tensor > 1 if tensor != own.tensor else own.sequence,
+                    f"{key}.pipeline": pipeline,
+                    f"{key}.expert": expert,
+                    f"{key}.expert_tensor": expert_tensor,
+                }
+
+    def _expert_sizes(self, spec: ModelSpec, ranks: int, own: tuple[int, int]) -> list[tuple[int, int]]:
+        """(Expert, expert tensor) sizes: the configured ones, and powers of two up to all ranks of a stage."""
+        if spec.experts is None:
+            return [own]
+        count = spec.experts.count
+        sizes = [size for size in _powers_of_two(ranks) if count % size == 0]
+        found = {own, *((size, 1) for size in sizes)}
+        if sizes[-1] == count:  # an expert is split only where every rank would have a part of one
+            found |= {(count, size) for size in _powers_of_two(ranks // count) if spec.experts.ffn_size % size == 0}
+        return sorted(found)
+
+    def _layouts(self, changes: Changes) -> tuple[Layout, Layout] | None:
+        """The layouts with these changes; None if they do not fit the ranks or a model."""
+        work = self.works.longest
+        try:
+            candidate = changed(self.config, changes)
+            check(candidate)
+            return check_layouts(candidate, work.student, [each.spec for each in work.teachers], self.cluster.ranks)
+        except ValueError:
+            return None
+
+    def _best_teachers(self, student: _Place, teachers: list[_Place], option: Changes) -> list[_Place]:
+        """The teacher's layouts with which the student at its smallest is fastest, the smallest, and the configured."""
+        tried = []
+        for teacher in teachers:
+            changes = student.changes | teacher.changes | option
+            tried += [(teacher, replace(found, changes=changes)) for found in self._estimates([changes])]
+        fits = sorted((pair for pair in tried if not pair[1].estimate.problems), key=lambda pair: pair[1].rank)
+        kept = [teacher for teacher, _ in fits[:TEACHERS]]
+        kept.append(min(teachers, key=lambda each: each.least))
+        kept += [each for each in teachers if all(_value(self.config, key) == v for key, v in each.changes.items())]
+        return [each for number, each in enumerate(kept) if each not in kept[:number]]
+
+    def _recompute(self) -> list[Changes]:
+        return [{"student.recompute": each} for each in dict.fromkeys((self.config.student.recompute, "full"))]
+
+    def _options(self) -> list[Changes]:
+        """Settings beside layouts that make room, the last ones most."""
+        teacher, rollout = self.config.teacher, self.config.rollout
+        own_weights = not TEACHER_KINDS[teacher.weights].moves and bool(self.works.longest.own_teachers)
+        offload = [True] if teacher.offload else [False, True] if own_weights else [False]
+        waves = [teacher.resident_microbatches] + (["auto"] if teacher.resident_microbatches is None else [])
+        engine: list[tuple[int, int]] = [(rollout.tensor, rollout.expert)]
+        if ENGINES[rollout.engine].in_process and rollout.replay is None:
+            has_experts = self.works.longest.student.experts is not None
+            engine += [(size, part) for size in SIZES for part in sorted({1, size if has_experts else 1})]
+        return [
+            {
+                **again,
+                "teacher.offload": moved,
+                "teacher.resident_microbatches": resident,
+                "rollout.tensor": tensor,
+                "rollout.expert": expert,
+            }
+            for (tensor, expert), resident, moved, again in itertools.product(engine, waves, offload, self._recompute())
+        ]
+
+    def _offloads(self, option: Changes) -> bool:
+        return bool(option.get("teacher.offload", self.config.teacher.offload))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << power for power in range(max(1, most).bit_length())]
+
+
+def _value(config: Config, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """A copy of `config` with other values of some keys."""
+    for key, value in changes.items():
+        config = _replaced(config, key.split("."), value)
+    return config
+
+
+def _replaced(group: object, names: list[str], value: object) -> Config:
+    inner = value if len(names) == 1 else _replaced(getattr(group, names[0]), names[1:], value)
+    return dataclasses.replace(group, **{names[0]: inner})  # type: ignore[type-var, return-value]

@@ -1,0 +1,347 @@
+"""Watches every operation of a rehearsed rank: bytes in use, waits of the host, collectives, and mistakes.
+
+Tensors on "cuda" are fake: they have a shape, a dtype and a storage that is counted, and no data. Tensors in host
+memory are real, so that plans, rows and lengths are computed as in a run; only weights are never read and are fake.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nemo_oprd.tools.rehearse.fake_cuda import HOST
+from nemo_oprd.tools.rehearse.host_values import LARGEST, HostValues
+from nemo_oprd.tools.rehearse.memory import Memory, Peak
+from nemo_oprd.tools.rehearse.places import Place, current_place
+
+aten = torch.ops.aten
+# operations that multiply matrices -> the arguments whose dtypes must be equal; fake tensors accept any
+_PRODUCTS: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten._grouped_mm.default: (0, 1),
+}
+# operations of a layer that keep what they take for a backward pass, in which gradients are enabled for sums only
+_KEEPING = (aten.mul, aten.silu, aten._fused_rms_norm, aten._scaled_dot_product_flash_attention, aten.bmm)
+_READS = (aten._local_scalar_dense.default,)
+_COUNTS_ROWS = (aten.nonzero.default, aten.masked_select.default)
+# phases that every step passes through; "step" is what is in none of the others
+STEP_PHASES = ("step", "teacher", "update", "optimizer")
+# phases without a backward pass
+FORWARD_PHASES = ("teacher", "sampling check", "generation")
+# moments at which what came before should have been freed
+BETWEEN_GROUPS, AFTER_STEP = "when the next group of microbatches begins", "after the next step"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something that a GPU would refuse, compute otherwise or be slowed down by."""
+
+    code: str
+    place: Place
+    text: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective or a message between two ranks, in the order in which the host issues them.
+
+    `ranks`: of the group; `peer`: the rank that a message goes to or comes from, in the world; None for collectives.
+    `rows`: of an uneven all-to-all, the rows that come from each rank and those that go there.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    bytes: int
+    device: str
+    place: Place
+    peer: int | None = None
+    rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass
+class Phase:
+    """What was seen in a phase."""
+
+    peak: Peak = field(default_factory=Peak)
+    kernels: int = 0
+    waits: Counter = field(default_factory=Counter)  # (place, what)
+    messages: list[Message] = field(default_factory=list)
+    leaves: Counter = field(default_factory=Counter)  # where to -> bytes that leave the process there
+
+
+class Recorder(TorchDispatchMode):
+    """See the module's docstring. It must be entered inside of a `FakeTensorMode`.
+
+    Args:
+        invent: the value that a read of the device returns, by (place, dtype); raises UnknownValue.
+    """
+
+    def __init__(self, invent: Callable[[Place, torch.dtype], float | int | bool]) -> None:
+        super().__init__()
+        self._invent = invent
+        self.phases: dict[str, Phase] = {}
+        self.mistakes: Counter[Mistake] = Counter()
+        # functions of a library that stand-ins answer, with their tensors
+        self.calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._known = HostValues()
+        self.memory = Memory(self._known.freed)
+        self.phase_name, self._phase = "", Phase()  # between the phases
+        self._invents_host = False
+
+    @property
+    def live(self) -> int:
+        """Bytes of the device that are in use."""
+        return self.memory.live
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of the device that were in use."""
+        return self.memory.most
+
+    @property
+    def known(self) -> HostValues:
+        """The numbers of small tensors on the device."""
+        return self._known
+
+    @contextmanager
+    def phase(self, name: str, part: str | None = None) -> Iterator[None]:
+        """Counts what happens inside for the phase `name`; what is alive at its begin counts, too.
+
+        It stands for a `PhaseTimer`, which also knows parts of phases; they are counted as their phase.
+        """
+        before = self.phase_name, self._phase
+        self._enter(name, self.phases.setdefault(name, Phase()))
+        try:
+            yield
+        finally:
+            self._enter(*before)
+
+    def _enter(self, name: str, phase: Phase) -> None:
+        self.phase_name, self._phase = name, phase
+        self.memory.begin(phase.peak)
+
+    def begin_step(self) -> None:
+        """Forgets what earlier steps waited for, called, started and sent; their peaks count."""
+        self.calls.clear()
+        self.memory.forget(BETWEEN_GROUPS)
+        for name in STEP_PHASES:
+            phase = self.phases.setdefault(name, Phase())
+            phase.kernels = 0
+            phase.waits.clear()
+            phase.messages.clear()
+
+    @contextmanager
+    def invented_host_memory(self) -> Iterator[None]:
+        """Within the context, large tensors in host memory are fake and counted: they hold what is on the device."""
+        self._invents_host = True
+        try:
+            yield
+        finally:
+            self._invents_host = False
+
+    def settled(self, moment: str) -> None:
+        """Notes a mistake if more is alive than when this moment came last, at the lines that allocated it."""
+        for place, size in self.memory.settled(moment).items():
+            self.mistake("held-too-long", f"{size:,} bytes that are allocated here are still held {moment}", place)
+
+    def wait(self, what: str) -> None:
+        """Notes that the host waits for the device."""
+        self._phase.waits[current_place(), what] += 1
+
+    def call(self, function: str, tensors: list[torch.Tensor]) -> None:
+        """Notes a call of a function that a stand-in answers."""
+        self._phase.kernels += 1
+        self.calls[function, tuple(_described(tensor) for tensor in tensors)] += 1
+
+    def mistake(self, code: str, text: str, place: Place | None = None) -> None:
+        """Notes a mistake at a place; None: the current one."""
+        self.mistakes[Mistake(code, place or current_place(), text)] += 1
+
+    def leave(self, where_to: str, size: int) -> None:
+        """Notes bytes that a run would write to a file, or send to a process outside of the job."""
+        self._phase.leaves[where_to] += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if func in (aten._pin_memory.default, aten.pin_memory.default, aten.is_pinned.default):
+            return False if func is aten.is_pinned.default else args[0]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        target = kwargs.get("device")
+        on_device = target is not None and torch.device(target).type == "cuda"
+        if not on_device and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if self._invents_host and not tensors:
+                made = func(*args, **kwargs)
+                if isinstance(made, FakeTensor) and made.numel() > LARGEST:
+                    self._track(made, func)
+                    return made
+            with _disable_current_modes():  # host memory: real numbers
+                return func(*args, **kwargs)
+        if func in _READS:
+            return self._read(args[0])
+        if func is aten.equal.default:
+            self.wait("equal() compares on the device")
+            are_equal = self._known.are_equal(*args)
+            return bool(self._invent(current_place(), torch.bool)) if are_equal is None else are_equal
+        if func in _COUNTS_ROWS and args[0].device.type == "cuda":
+            self.wait(f"{func.overloadpacket.__name__}() counts on the device")
+            return self._counted(func, args)
+        self._check(func, args, tensors)
+        moved = self._moved(func, args, kwargs)
+        if moved is not None:
+            return moved
+        out = func(*args, **kwargs)
+        self._phase.kernels += 1
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor, func)
+        self._known.follow(func, args, kwargs, out)
+        return out
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        """A number of the device, for the host."""
+        if tensor.device.type == "cuda":
+            self.wait("item(), tolist() or a branch on a tensor")
+        twin = self._known.get(tensor)
+        if twin is None:
+            return self._invent(current_place(), tensor.dtype)
+        with _disable_current_modes():
+            return twin.item()
+
+    def _counted(self, func: Any, args: Any) -> Any:
+        """Operations whose number of rows depends on data: on the last argument, the only one or a mask."""
+        tensor, counted, finds = args[0], self._known.get(args[-1]), func is aten.nonzero.default
+        with _disable_current_modes():
+            rows = None if counted is None else int(counted.count_nonzero())
+        if rows is None:
+            rows = int(self._invent(current_place(), torch.int64))
+        shape = (rows, tensor.ndim) if finds else (rows,)
+        out = tensor.new_empty(shape, dtype=torch.int64 if finds else tensor.dtype)
+        self._phase.kernels += 1
+        self._track(out, func)
+        self._known.follow(func, args, {}, out)
+        return out
+
+    def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Copies between host and device; None for everything else."""
+        if func is aten._to_copy.default:
+            source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
+        elif func is aten.copy_.default:
+            source, target = args[1], args[0].device
+        else:
+            return None
+        if not isinstance(source, torch.Tensor) or source.device.type == target.type:
+            return None
+        if target.type == "cuda":
+            blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            if blocks and source.numel():
+                self.wait("copy from the host")
+            return None
+        if not isinstance(source, FakeTensor) or source.device.type != "cuda":
+            return None
+        self.wait("copy to the host")
+        invents = source.numel() > LARGEST or self._invents_host
+        return None if invents else self._host_copy(func, args, kwargs)
+
+    def _host_copy(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """The host's copy of a small tensor of the device, filled with one invented number if there is no twin."""
+        source = args[0] if func is aten._to_copy.default else args[1]
+        dtype = kwargs.get("dtype") or (source if func is aten._to_copy.default else args[0]).dtype
+        twin = self._known.get(source)
+        value = self._invent(current_place(), dtype) if twin is None else 0
+        with _disable_current_modes():
+            copied = torch.full(source.shape, value, dtype=dtype) if twin is None else twin.to(dtype, copy=True)
+            return args[0].copy_(copied) if func is aten.copy_.default else copied
+
+    def _check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+        """Mistakes that fake tensors let pass."""
+        if func in _PRODUCTS:
+            found = [args[i].dtype for i in _PRODUCTS[func]]
+            if len(set(found)) > 1:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in found)
+                self.mistake("mixed-dtypes", f"{func.overloadpacket.__name__} multiplies {names}")
+        enabled = self.phase_name in FORWARD_PHASES and torch.is_grad_enabled()
+        if enabled and func.overloadpacket in _KEEPING and any(tensor.requires_grad for tensor in tensors):
+            self.mistake("graph-without-backward", "what a backward pass needs is kept, and none follows")
+        if func is aten.copy_.default or len(tensors) < 2:
+            return
+        devices = {tensor.device.type for tensor in tensors if tensor.ndim}
+        if len(devices) > 1:
+            named = " and ".join(sorted(devices))
+            self.mistake("host-tensor", f"{func.overloadpacket.__name__} takes tensors of {named}")
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Notes a collective, and carries it out on one host number, because fake tensors do not know all of them."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        group = next((found for found in map(_group, tree_leaves((args, kwargs))) if found is not None), None)
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+        on_host = group is not None and group.group_desc == HOST
+        for tensor in tensors:
+            if tensor.device.type != "cuda" and not on_host:
+                self.mistake("host-tensor-in-collective", f"{name} of a tensor in host memory, over NCCL")
+            elif not tensor.is_contiguous():
+                self.mistake("not-contiguous", f"{name} of a tensor that is not contiguous")
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+        if len(dtypes) > 1:
+            self.mistake("mixed-dtypes", f"{name} of {', '.join(sorted(dtypes))}")
+        if tensors:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            device, shapes = tensors[0].device.type, tuple(tuple(tensor.shape) for tensor in tensors)
+            peer = None
+            if name in ("send", "recv_"):
+                peer = ranks[args[2]]
+            rows = None
+            if name == "alltoall_base_":
+                received, sent = (tuple(map(int, splits)) for splits in args[3:5])
+                rows = (received, sent) if sent or received else None
+                args = (*args[:3], [], [], *args[5:])  # carried out evenly
+            message = Message(name, ranks, shapes, min(dtypes), size, device, current_place(), peer, rows)
+            self._phase.messages.append(message)
+        least = max(1, min((tensor.numel() for tensor in tensors), default=1))
+        if name == "alltoall_base_":
+            least = 0
+        self._known.collective(name, tensors)
+        with _disable_current_modes():
+            # some collectives check that one tensor is as many times as large as another
+            small = lambda tensor: torch.zeros(tensor.numel() // least if least else len(ranks))  # noqa: E731
+            args, kwargs = tree_map_only(torch.Tensor, small, (args, kwargs))
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor | tuple | list):  # (tensors, work): the tensors are those of the arguments
+            return tree_map_only(torch.Tensor, lambda tensor: tensors[0], out)
+        return out
+
+    def _track(self, tensor: torch.Tensor, func: Any) -> None:
+        self.memory.track(tensor, func.overloadpacket.__name__)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """Such as "bfloat16[16384, 1, 1536]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    """The process group in a dispatched argument."""
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
+        except RuntimeError:  # options, or a reduction
+            return None
+    return None

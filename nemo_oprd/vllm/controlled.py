@@ -1,0 +1,80 @@
+"""What one rank has of the servers: those that it controls, its connection to them, and its folder in shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from nemo_oprd.megatron.parallel import everyones
+from nemo_oprd.rollout.exchange import machine_name
+from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.client_process import ClientProcess
+from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.server import LocalServer, Server, ServerDied
+from nemo_oprd.vllm.transport import SharedFolder
+
+
+@dataclass
+class Controlled:
+    """The servers of this rank, by number; everything is empty on ranks that control none.
+
+    `client` makes the calls of weight updates, `sampler` those that sample. `sleepers` are those servers that share
+    GPUs with the trainer and sleep while nothing is sampled.
+    """
+
+    servers: dict[int, Server] = field(default_factory=dict)
+    client: Client | None = None
+    sampler: ClientProcess | None = None
+    folder: SharedFolder | None = None
+    sleepers: list[int] = field(default_factory=list)
+
+    def start(self, places: list[Place], make_server: Callable[[Place], Server]) -> None:
+        """Starts the servers at this rank's `places` that are of this run, without waiting for them."""
+        if not places:
+            return
+        self.client, self.sampler, self.folder = Client(), ClientProcess(), SharedFolder()
+        for place in places:
+            server = self.servers[place.number] = make_server(place)
+            if place.sleeps:
+                self.sleepers.append(place.number)
+            if isinstance(server, LocalServer):
+                server.start()
+        # that of a server ends with it; between its death and its restart nobody else would remove the folder
+        self.folder.guard()
+
+    def report_deaths(self) -> None:
+        """Tells the client process which servers have ended, which their parent alone sees."""
+        for number, server in self.servers.items():
+            try:
+                server.check_alive()
+            except ServerDied as death:
+                assert self.sampler is not None
+                self.sampler.tell_death(number, str(death))
+
+    def close(self) -> None:
+        """Ends the servers of this run, gives endpoints back, and removes what servers left in shared memory."""
+        with ExitStack() as ends:  # the last one first, and all of them, whatever goes wrong
+            if self.folder is not None:
+                ends.callback(self.folder.close)
+            if self.client is not None:
+                ends.callback(self.client.close)
+                ends.callback(self.client.release, list(self.servers.values()))
+            for server in self.servers.values():
+                ends.callback(server.close)
+            if self.sampler is not None:
+                ends.callback(self.sampler.close)
+
+
+def machines_and_devices(cuda: bool) -> tuple[list[str], list[str | None]]:
+    """(Name of the machine, CUDA device) of every rank; every rank calls this."""
+    own = None
+    if cuda:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        index = torch.cuda.current_device()
+        own = visible.split(",")[index] if visible else str(index)
+    everyone = everyones((machine_name(), own))
+    return [name for name, _ in everyone], [gpu for _, gpu in everyone]

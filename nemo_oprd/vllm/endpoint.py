@@ -1,0 +1,162 @@
+"""A vLLM server that somebody else runs (`rollout.vllm.endpoints`): its address, its token, and the run's lease."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nemo_oprd.runtime.files import replacing
+from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.runtime.waiting import wait_for
+from nemo_oprd.vllm.server import Server
+from nemo_oprd.vllm.worker.nemo_oprd_door import LEASE, RUN, read_tokens
+
+logger = logging.getLogger(__name__)
+
+UNIX = "unix://"
+# a server that does not answer for so long is asked again, after the others
+_ANSWER_S = 10.0
+# in a run directory: a secret of mode 0600, by which its endpoints know a later start
+LEASE_FILE = Path("vllm", "lease")
+
+
+@dataclass
+class Endpoint(Server):
+    """A server that somebody else runs; it is never restarted, but waited for.
+
+    Attributes:
+        url: as `rollout.vllm.endpoints` names it.
+    """
+
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        """The address."""
+        if self.url.startswith(UNIX):
+            self.socket = Path(self.url.removeprefix(UNIX))
+        else:
+            self.base_url = self.url.rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{super().name} ({self.url})"
+
+    def restart(self, why: str) -> None:
+        """Counts a death; whoever uses the server next waits until it is there again."""
+        self.check_deaths(why)
+        logger.warning(f"{self.name} is waited for: {why}", extra=ON_STDOUT)
+        self.generation += 1
+
+
+def caller(token_file: str, output: str, url: str) -> dict[str, str]:
+    """The headers by which an endpoint knows this run: the token, a lease, and what others are told of it.
+
+    The lease is the same for all starts in the directory `output`, but for the name of this start: whoever starts there
+    holds the directory's lock, so that the earlier ones have ended. It is another one for each endpoint, and in a copy
+    of the directory.
+
+    Raises:
+        ValueError: `token_file` holds no token.
+        OSError: `output` can't be written.
+    """
+    of_endpoint = f"{os.path.realpath(output)} {url}".encode()
+    lease = hmac.digest(_secret(Path(output) / LEASE_FILE), of_endpoint, "sha256").hex()
+    return guest(token_file, output) | {LEASE: f"{lease}.{secrets.token_hex(16)}"}
+
+
+def guest(token_file: str, output: str) -> dict[str, str]:
+    """`caller` without a lease, for servers that several runs share; every rank may call this.
+
+    Raises:
+        ValueError: `token_file` holds no token.
+    """
+    return {
+        "authorization": f"Bearer {read_tokens(token_file)[0]}",
+        RUN: ascii(f"{Path(output).name} (process {os.getpid()} on {socket.gethostname()})")[1:-1],
+    }
+
+
+def _secret(file: Path) -> bytes:
+    """What the file holds; a fresh one if there is none, or if others can read it, as in a copy of the directory."""
+    try:
+        return read_tokens(str(file))[0].encode()
+    except ValueError:
+        secret = secrets.token_hex(32)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as partial:
+            partial.unlink(missing_ok=True)
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                stream.write(f"{secret}\n")
+        return secret.encode()
+
+
+def check_endpoints(
+    urls: list[str], token_file: str | None, key: str = "rollout.vllm.endpoints", group: str = "rollout.vllm"
+) -> None:
+    """Raises ValueError unless `urls` are addresses of servers, and `token_file` is that of their token.
+
+    Args:
+        key, group: where `urls` are named, and the group that has `token_file`.
+    """
+    for url in urls:
+        parts = urlsplit(url)
+        is_socket = url.startswith(f"{UNIX}/")
+        if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
+            given = "an address with an @ (not shown)" if "@" in url else repr(url)  # a password may stand before it
+            raise ValueError(
+                f"{key}: {given} is not the address of a server; expected e.g. http://127.0.0.1:8000 or unix:///PATH"
+            )
+    if urls and token_file is None:
+        raise ValueError(
+            f"{key}={urls} without {group}.token_file; expected the file with the servers' "
+            "token: set it to the FILE of `nemo-oprd serve --token-file FILE`"
+        )
+    if urls:
+        try:
+            read_tokens(str(token_file))
+        except ValueError as error:
+            raise ValueError(f"{group}.token_file={error}") from None
+
+
+def wait_for_servers(key: str, urls: list[str], limit_s: float) -> None:
+    """Waits until all servers at `urls` answer that they are well.
+
+    Args:
+        key: where `urls` are named.
+        limit_s: seconds that the wait may take.
+
+    Raises:
+        ValueError: one did not.
+        Stopped: SIGTERM or SIGUSR1 arrived.
+    """
+    from nemo_oprd.vllm.client import READY_EVERY_S, Client
+
+    missing, client, over = list(urls), Client(), threading.Event()
+
+    def look() -> None:
+        while missing and not over.is_set():
+            for number, url in enumerate(list(missing)):
+                if client.run(client.is_healthy(Endpoint(number, 1, url=url), timeout=_ANSWER_S)):
+                    missing.remove(url)
+            if missing:
+                over.wait(READY_EVERY_S)
+        client.close()
+
+    def what() -> str:
+        return (
+            f"endpoint {', '.join(missing)} of {key}: it does not answer /health; start it with `nemo-oprd serve`, or "
+            "correct its address"
+        )
+
+    try:
+        wait_for(look, what, limit_s)
+    finally:
+        over.set()

@@ -1,0 +1,299 @@
+"""The rollout engine of `rollout.engine=vllm`: servers on the machines of the job, or endpoints.
+
+One rank per machine, the controller, starts the servers of its machine and talks to them over Unix sockets. The other
+ranks wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one
+queue, so a fast server samples more of them. A client process of the controller asks the servers and reads their
+answers; at the end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when nothing
+is left to claim; the server is restarted, gets the current weights again, and the next round samples what is missing.
+A client process that dies ends the round, too, and the next one has another client process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import Config
+from nemo_oprd.data.token_ids import TokenIds
+from nemo_oprd.megatron.parallel import device, init_distributed
+from nemo_oprd.megatron.weights.hf import TensorReader, hf_names
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.rollout.engine import (
+    Enough,
+    Generates,
+    GenerationCancelled,
+    Keep,
+    Request,
+    SamplingParams,
+    Ticket,
+    Weights,
+    WeightStream,
+    check_room,
+)
+from nemo_oprd.rollout.response import Response
+from nemo_oprd.runtime.signals import StoppedWaiting, agree
+from nemo_oprd.vllm import transport
+from nemo_oprd.vllm.client_process import Task
+from nemo_oprd.vllm.controlled import Controlled, machines_and_devices
+from nemo_oprd.vllm.endpoint import Endpoint, caller
+from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
+from nemo_oprd.vllm.placement import Place, place_servers
+from nemo_oprd.vllm.rounds import Rounds
+from nemo_oprd.vllm.server import LocalServer, Server, ServerRefused
+from nemo_oprd.vllm.ticket import VllmTicket
+from nemo_oprd.vllm.weight_push import UpdateCalls, WeightPush, digest_in
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine(Generates):
+    """A `RolloutEngine` whose servers are processes of their own; see the module's docstring."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        directory: Path,
+        ranks: Layout,
+        eos_ids: tuple[int, ...],
+        sampled: TokenIds | None = None,
+    ) -> None:
+        """Starts the servers and returns without waiting for them; see `make_engine`. The ranks have the weight stream.
+
+        Raises:
+            ValueError: the placement of the servers is wrong, or a server refuses.
+        """
+        init_distributed()
+        self._config, self._spec, self._eos_ids = config, spec, eos_ids
+        self._known_ids = TokenIds(spec.vocab_size) if sampled is None else sampled
+        self._settings = config.rollout.vllm
+        cuda = device().type == "cuda"
+        students = range(ranks.first_rank, ranks.first_rank + ranks.size)
+        self._has_stream = dist.get_rank() in students
+        self._places = place_servers(self._settings, *machines_and_devices(cuda), students)
+        self._any_sleeps = any(place.sleeps for place in self._places)
+        self._mine = Controlled()
+        try:
+            own = [place for place in self._places if place.controller == dist.get_rank()]
+            flags = server_arguments(config, spec, directory, self._known_ids, cuda=cuda)
+            self._mine.start(own, lambda place: self._make_server(place, flags))
+            names = set(hf_names(spec))
+            patience = self._settings.start_timeout
+            limits = patience, self._settings.request_timeout
+            calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, *limits)
+            share = self._settings.memory_share
+            self._push = WeightPush(self._places, self._mine, calls, names, device(), students, share)
+            self._push.settle()
+        except BaseException:
+            self.close()
+            raise
+        self._rounds = Rounds(self._mine, self._places, self._settings)
+        self._stream: WeightStream | None = None
+        self.weights, self._version = Weights(0), ""
+        self._asleep = 0  # the level of servers that share GPUs with the trainer; 0: awake, 2: without weights
+        self.metrics: dict[str, float] = {}
+
+    def _make_server(self, place: Place, flags: list[str]) -> Server:
+        """A server of this rank, not yet started."""
+        common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
+        if place.url is not None:
+            headers = caller(str(self._settings.token_file), self._config.output, place.url)
+            return Endpoint(*common, generation=1, url=place.url, headers=headers)
+        assert self._mine.folder is not None
+        return LocalServer(
+            *common,
+            python=find_python(self._settings),
+            flags=flags,
+            devices=place.devices,
+            log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
+            directory=self._mine.folder.path,
+        )
+
+    def _describe(self, found: dict[str, Any], server: str) -> None:
+        try:
+            check_description(found, server, self._config, self._spec, self._known_ids)
+        except ValueError as error:
+            raise ServerRefused(str(error)) from None
+
+    def update_weights(self, weights: WeightStream, step: int) -> None:
+        """See `RolloutEngine`. Returns once every server has the weights and has proved it.
+
+        A signal that asks the run to stop ends the wait for a server. Then none has the weights, and the next call that
+        samples is cancelled, on all ranks.
+
+        Raises:
+            ValueError: a server refuses the weights, or died too often.
+        """
+        self._stream = weights
+        if self._any_sleeps:
+            transport.release()
+        self._give(weights, step)
+        self.weights = Weights(step, digest_in(self._version))
+        self._asleep = 0
+
+    def load(self, read: TensorReader, source: str) -> None:
+        """See `RolloutEngine`; the tensors are read as often as servers need them."""
+
+        def weights() -> Iterable[tuple[str, torch.Tensor]]:
+            if not self._has_stream:
+                return
+            dtype = torch.float32 if self._config.precision == "fp32" else torch.bfloat16
+            for name in hf_names(self._spec):
+                yield name, read(name).to(device(), dtype)
+
+        self.update_weights(weights, 0)
+
+    def submit(
+        self,
+        requests: list[Request],
+        sampling: SamplingParams,
+        done: dict[int, Rollout] | None = None,
+        keep: Keep | None = None,
+    ) -> VllmTicket:
+        """See `RolloutEngine`. Responses are kept as they come, so `done` may hold any of them.
+
+        The servers sample from here on. There is no collective in here unless servers had given their memory back.
+        `keep` is called on the controllers, in a thread of its own.
+
+        Raises:
+            ValueError: a prompt leaves no room for a response.
+        """
+        check_room(requests, self._spec.max_positions)
+        assert self._stream is not None, "there are no weights to sample from"
+        self._wake_up()
+        limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
+        ticket = VllmTicket(requests, sampling, dict(done or {}), keep, Task(requests, sampling, *limits))
+        if self._version:
+            self._rounds.begin(ticket, self._version, self.weights)
+        return ticket
+
+    def collect(
+        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+    ) -> list[Rollout]:
+        """See `RolloutEngine`.
+
+        Raises:
+            ValueError: a server refuses, answers nonsense or died too often.
+        """
+        assert isinstance(ticket, VllmTicket)
+        while ticket.missing():
+            self._go_on(ticket)
+            self._complete_round(ticket, should_cancel)
+        sampled = self._rounds.shared(ticket, ticket.own)
+        self._finish(ticket, last=last)
+        rollouts = {**ticket.done, **sampled}
+        return [rollouts[i] for i in range(len(ticket.requests))]
+
+    def gather(
+        self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+    ) -> dict[int, Rollout]:
+        """See `RolloutEngine`. A server that dies is restarted when no other one has anything left to sample.
+
+        Raises:
+            ValueError: as `collect`.
+        """
+        assert isinstance(ticket, VllmTicket)
+        while not enough(ticket.complete):
+            self._go_on(ticket)
+            if not self._rounds.watch(ticket, enough, should_cancel or (lambda: False)):
+                self._complete_round(ticket, should_cancel)
+        return self._rounds.given(ticket)
+
+    def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
+        """See `RolloutEngine`. The servers end what they sample, and are paused until the next weights.
+
+        Nothing is waited for. A server that dies meanwhile is started again, and gets the next weights; its unfinished
+        tokens are lost.
+
+        Raises:
+            ValueError: a server refuses, or died too often.
+        """
+        assert isinstance(ticket, VllmTicket)
+        first_tokens = dict[int, Response]()
+        if ticket.under_way is not None:
+            found, first_tokens = self._rounds.cut(ticket)
+            if found.died:
+                self._push.revive(found.died)
+        given = self._rounds.given(ticket, first_tokens)
+        self._finish(ticket, last=False)
+        return given
+
+    def _go_on(self, ticket: VllmTicket) -> None:
+        """Begins a round unless one is under way; GenerationCancelled if the servers have no weights."""
+        if ticket.under_way is not None:
+            return
+        if not self._version:
+            raise GenerationCancelled({**ticket.done, **self._rounds.shared(ticket, ticket.own)})
+        self._rounds.begin(ticket, self._version, self.weights)
+
+    def _complete_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> None:
+        """Waits for a round to its end, and prepares the next one if servers have died.
+
+        Raises:
+            GenerationCancelled, ValueError: as `collect`.
+        """
+        found = self._rounds.take(ticket, should_cancel)
+        cancelled, failed = found.cancelled, bool(found.died or found.lost)
+        if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
+            (cancelled,) = agree(device(), should_cancel())
+        if cancelled:
+            sampled = self._rounds.shared(ticket, ticket.own)
+            self._finish(ticket, last=True)
+            raise GenerationCancelled({**ticket.done, **sampled})
+        assert failed or found.sampled, "no server had the weights"
+        if failed and self._settings.repeat == "step":
+            ticket.forget()
+        if found.died:
+            self._push.revive(found.died)
+            self._push_again()
+
+    def _finish(self, ticket: VllmTicket, *, last: bool) -> None:
+        """Notes the metrics of the call, and lets servers give their GPU memory back."""
+        busy = ticket.busy_s
+        self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
+        if len(busy) > 1:
+            # the share of the time of all servers in which they waited for the slowest one
+            self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
+        self.rest(level=2 if last else 1)
+
+    def rest(self, level: int = 2) -> None:
+        """See `RolloutEngine`; weights that are replaced next need not be copied to the host (level 2)."""
+        self._asleep = level
+        if self._any_sleeps:  # no rank computes before the memory of its GPU is free
+            self._push.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
+
+    def _wake_up(self) -> None:
+        """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
+        if not self._any_sleeps or not self._asleep:
+            return
+        transport.release()
+        if self._asleep == 2:
+            self._push_again()
+        else:
+            self._push.call_sleepers("/wake_up")
+        self._asleep = 0
+
+    def _push_again(self) -> None:
+        """Gives servers that lost the weights the same ones once more."""
+        assert self._stream is not None
+        self._give(self._stream, self.weights.steps, self._version)
+
+    def _give(self, stream: WeightStream, step: int, version: str | None = None) -> None:
+        """Pushes weights; there is no version afterwards if a signal ended the wait for a server."""
+        try:
+            self._version = self._push.push(stream, step, version)
+        except StoppedWaiting as stopped:
+            logger.info(str(stopped))
+            self._version = ""
+
+    def close(self) -> None:
+        """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
+        self._mine.close()
+        self._mine = Controlled()

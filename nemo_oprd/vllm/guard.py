@@ -1,0 +1,125 @@
+"""Runs a server in a process group of its own and leaves nothing of it behind.
+
+`python guard.py --remove DIRECTORY -- COMMAND...`, started in a new session with its stdin connected to the process
+that wants the server. The group is ended, and the shared memory that its processes had mapped is removed, when the
+command ends or when stdin is closed, which happens however that process ends. `DIRECTORY`, which belongs to that
+process, is removed, too, unless that process has written a byte before: then it lives on and only ends the server.
+
+If this guard is killed, `vllm/worker/nemo_oprd_serve.py` ends the group, and the process that wanted the server calls
+`clean_up`. Nobody can ask processes that were all killed at once what they had mapped; the names of the semaphores and
+the shared memory that Python made for them begin with the value of NEMO_OPRD_SHARED_NAMES, and are found by that.
+
+Imports the standard library alone, because it starts before anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 10.0
+SHARED_MEMORY = "/dev/shm/"
+SHARED_NAMES = "NEMO_OPRD_SHARED_NAMES"
+
+
+def start(command: list[str], directory: Path, **process: Any) -> subprocess.Popen:
+    """Starts a guard of this process that runs `command` and removes `directory`; `process`: see `Popen`.
+
+    What the command makes, such as sockets and temporary files, is for this user alone.
+    """
+    guarded = [sys.executable, __file__, "--remove", str(directory), "--", *command]
+    return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, umask=0o077, **process)
+
+
+def group_members(group: int) -> list[int]:
+    """Process ids of a process group, without those that have ended and wait for their parent."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            fields = stat.read_text(errors="replace").rsplit(")", 1)[1].split()  # a name may hold any bytes
+            if int(fields[2]) == group and fields[0] not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def mapped_shared_memory(processes: list[int]) -> set[str]:
+    """Files in shared memory that processes have mapped or opened."""
+    found = set()
+    for process in processes:
+        with suppress(OSError):
+            maps = os.fsdecode(Path(f"/proc/{process}/maps").read_bytes()).splitlines()
+            found |= {line[line.index(SHARED_MEMORY) :] for line in maps if SHARED_MEMORY in line}
+    return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def named_shared_memory(names: str) -> set[str]:
+    """Files in shared memory whose names, as a process gave them, begin with `names`; none if that is empty."""
+    folder = Path(SHARED_MEMORY)
+    return {str(path) for start in ("", "sem.") for path in folder.glob(f"{start}{names}*")} if names else set()
+
+
+def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names: str = "") -> None:
+    """Kills what is left of a group, and removes files in shared memory that its processes had mapped or named.
+
+    Files in the directory `keep` stay: they belong to the process that wanted the server.
+    """
+    shared_memory = shared_memory | mapped_shared_memory(group_members(group))
+    if keep is not None:
+        shared_memory = {path for path in shared_memory if not path.startswith(f"{keep}/")}
+    deadline = time.monotonic() + GRACE_S
+    while (left := {*group_members(group)} - {os.getpid()}) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    for path in shared_memory | named_shared_memory(names):
+        Path(path).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    option, directory, end, *command = sys.argv[1:]
+    assert (option, end) == ("--remove", "--") and os.getpgrp() == os.getpid(), (
+        "start this in a new session, see server.py"
+    )
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        # only closing stdin ends this process; a handler, unlike SIG_IGN, is not inherited by the command
+        signal.signal(number, lambda *_: None)
+    environment = {**os.environ, "NEMO_OPRD_GUARD": str(os.getpid())}
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, restore_signals=True)
+    over, parent_gone = threading.Event(), threading.Event()
+
+    def wait_for_parent() -> None:
+        if not os.read(0, 1):
+            parent_gone.set()
+        over.set()
+
+    def wait_for_command() -> None:
+        child.wait()
+        over.set()
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+    threading.Thread(target=wait_for_command, daemon=True).start()
+    shared_memory: set[str] = set()
+    while not over.wait(1.0):
+        shared_memory |= mapped_shared_memory(group_members(os.getpid()))
+    shared_memory |= mapped_shared_memory(group_members(os.getpid()))  # before a process with some of it ends
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+    clean_up(os.getpid(), shared_memory, directory, os.environ.get(SHARED_NAMES, ""))
+    if parent_gone.is_set():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

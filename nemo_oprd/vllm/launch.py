@@ -1,0 +1,178 @@
+"""How a vLLM server is started for a model: its interpreter, its arguments, and whether a running one fits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_oprd.config.schema import Config, ServerConfig
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.models.complete_config import language_model_architecture
+from nemo_oprd.models.quantization import KEY, known_quantization
+from nemo_oprd.models.rope import parse_ropes
+from nemo_oprd.runtime.files import read_json
+
+if TYPE_CHECKING:
+    from nemo_oprd.data.token_ids import TokenIds
+
+_OVERRIDES = "--hf-overrides"
+# the folder of the project, where scripts/setup_vllm.sh makes the environment
+DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+# head sizes of vLLM's attention on CPU; another one starts, answers that it is healthy and dies at the first request
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# prompt tokens that a server on CPU computes at a time, as vLLM's own default
+CPU_BATCHED_TOKENS = 4096
+# of `precision`, as vLLM names them
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
+    """The interpreter of vLLM's environment; ValueError if there is none. `key`: the group of the settings."""
+    given = settings.python
+    python = DEFAULT_PYTHON if given is None else Path(given)
+    if not python.is_file():
+        found = "is a directory" if python.is_dir() else "does not exist"
+        raise ValueError(
+            f"{key}.python={given}: {python} {found}; expected the Python interpreter of an environment with vLLM: run "
+            f"`bash scripts/setup_vllm.sh`, or set {key}.python"
+        )
+    return python
+
+
+def check_model(tensor: int, spec: ModelSpec) -> None:
+    """Raises ValueError if servers of `tensor` workers (`rollout.vllm.tensor`) can't run the model."""
+    spec.check_tensor_parallel(tensor, "rollout.vllm.tensor")
+    if spec.experts is not None and spec.experts.ffn_size % tensor:
+        raise ValueError(
+            f"rollout.vllm.tensor={tensor} does not divide the experts' feed-forward size {spec.experts.ffn_size}, "
+            f"which vLLM splits over its workers; choose a divisor of {spec.experts.ffn_size}"
+        )
+    rope = spec.rope
+    if rope.kind == "longrope":
+        raise ValueError(
+            f"rollout.engine=vllm with RoPE of type longrope: vLLM rotates sequences of up to {rope.switch} tokens by "
+            "the long factors, too, training by the short ones; expected another type: set rollout.engine=megatron"
+        )
+    if rope.kind == "yarn" and rope.reach is not None and spec.max_positions > rope.reach:
+        raise ValueError(
+            f"rollout.engine=vllm: max_position_embeddings={spec.max_positions} is more than factor times "
+            f"original_max_position_embeddings={rope.reach:g}, where vLLM's YaRN ends; expected at most that: lower "
+            "it in the model's config.json, or set rollout.engine=megatron"
+        )
+
+
+def check_head_size(spec: ModelSpec) -> None:
+    """Raises ValueError if vLLM has no attention on CPU for the model's heads."""
+    if spec.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"rollout.engine=vllm without CUDA: the model's heads have size {spec.head_dim}, but vLLM's attention on "
+            f"CPU knows {', '.join(map(str, CPU_HEAD_SIZES))} only; use rollout.engine=megatron or another model"
+        )
+
+
+def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: TokenIds, *, cuda: bool) -> list[str]:
+    """The arguments of a server, without where it listens. Responses have seeds of their own, besides the server's.
+
+    Args:
+        directory: where the model's config.json is; weights are not read from it.
+        known: the ids that are sampled.
+    """
+    rollout = config.rollout
+    arguments = [
+        *("--model", str(directory), "--served-model-name", "student"),
+        # no weights of a file: whatever is sampled before the first update is noise, and cannot pass for the student
+        *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
+        # nor sampling parameters of a generation_config.json
+        *("--generation-config", "vllm"),
+        *("--dtype", DTYPES[config.precision]),
+        *("--max-model-len", str(spec.max_positions), "--max-num-seqs", str(rollout.max_batch)),
+        *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
+        *("--logits-processors", "nemo_oprd_worker:KnownIds"),
+        *("--additional-config", json.dumps({"nemo_oprd_known_ids": known.limit, "nemo_oprd_gaps": known.gaps})),
+        *("--weight-transfer-config", json.dumps({"backend": "nemo_oprd"})),
+        "--disable-uvicorn-access-log",
+    ]
+    if cuda:
+        arguments += ["--gpu-memory-utilization", str(rollout.vllm.memory_share)]
+        arguments += ["--enable-sleep-mode"] if rollout.vllm.placement == "colocated" else []
+    else:
+        arguments += ["--enforce-eager"]
+        # on a CPU, a response with a seed of its own ends the engine if its prompt is computed in parts
+        most = max(spec.max_positions, CPU_BATCHED_TOKENS)
+        arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(most)]
+    if rollout.vllm.tensor > 1:
+        arguments += ["--distributed-executor-backend", "mp"]
+    overrides = _config_overrides(directory)
+    if overrides:
+        names = [re.split(r"[=.+]", str(flag), maxsplit=1)[0].replace("_", "-") for flag in rollout.vllm.flags]
+        if any(name.startswith("--hf-o") and _OVERRIDES.startswith(name) for name in names):
+            raise ValueError(
+                f"rollout.vllm.flags holds {_OVERRIDES}, but servers of the model in {directory} need "
+                f"{json.dumps(overrides)} of this run; expected other flags: change config.json in a copy of the model"
+            )
+        arguments += [_OVERRIDES, json.dumps(overrides)]
+    return [*arguments, *map(str, rollout.vllm.flags)]
+
+
+def _config_overrides(directory: Path) -> dict[str, Any]:
+    """What servers of a student read otherwise than its config.json says: the trainer sends plain weights."""
+    overrides: dict[str, Any] = {}
+    hf_config = read_json(directory / "config.json", "a model's config", "copy it again")
+    inner = language_model_architecture(hf_config)
+    if inner is not None:  # of a language model alone, by the names that they have there
+        overrides["architectures"] = [inner]
+    if known_quantization(hf_config) is not None:  # and dequantised
+        overrides[KEY] = None
+    return overrides
+
+
+def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known: TokenIds) -> None:
+    """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run."""
+    wanted: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "rope": spec.rope if spec.local_rope is None else (spec.rope, spec.local_rope),
+        "experts": _experts(spec),
+        "model_type": spec.model_type,
+        "vocab_size": spec.vocab_size,
+        "known_ids": known.limit,
+        "gaps": [list(gap) for gap in known.gaps],
+        "dtype": DTYPES[config.precision],
+        "logprobs_mode": "processed_logprobs",
+        "workers": config.rollout.vllm.tensor,
+    }
+    found = {"gaps": [], **found, "rope": _served_rope(spec, found.get("rope_parameters"))}
+    differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
+    if differing:
+        raise ValueError(
+            f"{server} serves another model or in another way: {'; '.join(differing)}; expected a server for the "
+            "student: start it with `nemo-oprd serve` and this run's configuration"
+        )
+
+
+def _experts(spec: ModelSpec) -> list[int | bool] | None:
+    """As `experts_of` in the server's worker."""
+    experts = spec.experts
+    if experts is None:
+        return None
+    # a softmax of the chosen experts alone sums to 1, too, and its config has no key for that
+    sums_to_one = experts.normalized or experts.score == "softmax_of_chosen"
+    return [experts.count, experts.per_token, experts.ffn_size, sums_to_one]
+
+
+def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Any:
+    """The RoPE that a server's config says, or the two of a model with windows; its words where none is supported."""
+    try:
+        options = {"head_dim": spec.head_dim, "partial": True, "axes": spec.delta is not None}
+        rope, local = parse_ropes({"rope_parameters": rope_parameters}, "server", **options)
+    except ValueError:
+        return rope_parameters
+    return rope if local is None else (rope, local)

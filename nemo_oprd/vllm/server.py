@@ -1,0 +1,234 @@
+"""One vLLM server, and one that this process starts and restarts on its machine; see also server.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.vllm import guard
+from nemo_oprd.vllm.worker.nemo_oprd_asks import GENERATION
+from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
+
+logger = logging.getLogger(__name__)
+
+WORKER_FOLDER = Path(__file__).parent / "worker"
+# variables of this process that would mean something else to the server
+_PRIVATE = (
+    "PYTORCH_",  # sleep mode has an allocator of its own, which refuses expandable segments
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
+    *("PYTHON", "VIRTUAL_ENV", "VLLM_"),
+)
+_LOG_LINES = 400
+_LOG_BYTES = 200_000
+# seconds between two looks at what a server has in shared memory
+NOTE_EVERY_S = 5.0
+
+
+class ServerDied(Exception):  # noqa: N818 - not an error of this program
+    """A server is gone, or does not answer. A server of this run is restarted; an endpoint is waited for."""
+
+
+class ServerRefused(ValueError):  # noqa: N818 - named like ServerDied
+    """A server is not the one that the run needs, or refuses what is asked of it; trying again does not help."""
+
+
+@dataclass
+class Server:
+    """One server and its address; `number` is its index among all servers of the run.
+
+    Attributes:
+        generation: how often it was started; whoever connected to an earlier process has to connect again.
+        pushed: the version of the weights that it has; None before the first ones.
+        in_flight: requests that it may work on at the same time.
+        max_restarts: how often it may die.
+        key, role: the group of its settings, and what it is, for messages.
+        socket: of a server that listens on a Unix socket, its path; `base_url` then names no port.
+        headers: of every call but those that ask whether the server is well; they hold secrets.
+    """
+
+    number: int
+    in_flight: int
+    max_restarts: int = 0
+    generation: int = 0
+    pushed: str | None = None
+    base_url: str = "http://localhost"
+    socket: Path | None = None
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    key: str = "rollout.vllm"
+    role: str = "vLLM server"
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.role} {self.number}"
+
+    def check_alive(self) -> None:
+        """Raises ServerDied if it is known to have ended."""
+
+    def restart(self, why: str) -> None:
+        """Starts it again, or counts on somebody else to do so. Raises ServerRefused if it died too often."""
+        raise NotImplementedError
+
+    def check_deaths(self, why: str, where: str = "") -> None:
+        """Raises ServerRefused if it died too often, the last time because of `why`; `where`: to read more."""
+        if self.generation > self.max_restarts:
+            raise ServerRefused(
+                f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
+                f"expected at most {self.max_restarts} deaths ({self.key}.max_restarts){where}"
+            )
+
+    def close(self) -> None:
+        """Ends it if it belongs to this run."""
+
+    def last_words(self) -> str:
+        """What it said last, for messages; empty if its log is elsewhere."""
+        return ""
+
+
+@dataclass
+class LocalServer(Server):
+    """A server in a process group of its own on this machine.
+
+    Attributes:
+        python: interpreter of vLLM's environment.
+        flags: see `server_arguments`.
+        devices: CUDA devices that it sees; None: without CUDA.
+        log: what it prints is appended to this file.
+        variables: of its environment, besides those that all servers get.
+        directory: a directory of this process, which this user alone can enter, for the server's sockets; the guard
+            removes it when this process ends. Its path is short: that of a socket has at most 107 bytes.
+    """
+
+    python: Path = Path()
+    flags: list[str] = field(default_factory=list)
+    devices: tuple[str, ...] | None = None
+    log: Path = Path()
+    directory: Path = Path()
+    variables: dict[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen | None = None
+    _shared_memory: set[str] = field(default_factory=set)
+    _noted_at: float = -NOTE_EVERY_S
+
+    def start(self) -> None:
+        """Starts the process; it answers half a minute to minutes later."""
+        self.generation += 1
+        self.pushed = None
+        self.socket = self.directory / f"server_{self.number}_{self.generation}"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = server_command(self.python, self.flags, ["--uds", str(self.socket)])
+        with self.log.open("ab") as log:
+            log.write(f"\n--- start {self.generation}: {' '.join(command)}\n".encode())
+            log.flush()
+            environment = server_environment(self.devices) | {
+                guard.SHARED_NAMES: self._shared_names,
+                FOLDER: str(self.directory),
+                "VLLM_RPC_BASE_PATH": str(self.directory),  # of the sockets between the server's own processes
+                GENERATION: str(self.generation),
+                **self.variables,
+            }
+            self._process = guard.start(command, self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    @property
+    def _shared_names(self) -> str:
+        """How the names of this start's files in shared memory begin."""
+        return f"{self.directory.name}_{self.number}_{self.generation}_"
+
+    def check_alive(self) -> None:
+        """Raises ServerDied if its guard has ended, which ends with the server; notes what the server has mapped."""
+        if self._process is None or self._process.poll() is not None:
+            raise ServerDied(f"{self.name} has ended{self.last_words()}")
+        self.remember_shared_memory()
+
+    def remember_shared_memory(self) -> None:
+        """Notes what the server has mapped, to be removed if the server and its guard are killed.
+
+        It reads about all processes of the machine, so it does nothing within some seconds after the last time.
+        """
+        if self._process is not None and time.monotonic() >= self._noted_at + NOTE_EVERY_S:
+            self._noted_at = time.monotonic()
+            self._shared_memory |= guard.mapped_shared_memory(guard.group_members(self._process.pid))
+
+    def restart(self, why: str) -> None:
+        """Ends what is left of it and starts it again, after a pause that doubles with every restart."""
+        self.check_deaths(why, f": its log is {self.log}")
+        logger.warning(f"{self.name} is restarted ({self.generation} of {self.max_restarts}): {why}", extra=ON_STDOUT)
+        self.close()
+        time.sleep(min(0.5 * 2 ** (self.generation - 1), 30.0))
+        self.start()
+
+    def close(self) -> None:
+        """Ends the server and its guard, and removes their shared memory."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # the guard has ended already
+            process.stdin.write(b"e")
+            process.stdin.close()
+        try:
+            process.wait(timeout=3 * guard.GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        # the guard may have been killed
+        guard.clean_up(process.pid, self._shared_memory, str(self.directory), self._shared_names)
+        self._shared_memory = set()
+        if self.socket is not None:
+            self.socket.unlink(missing_ok=True)
+
+    def last_words(self) -> str:
+        """The last line of the log that names an error, or the last line."""
+        return last_words(self.log)
+
+
+def last_words(log: Path) -> str:
+    """The last line since the last start that names an error, or the last line; empty if there is no log."""
+    try:
+        with log.open("rb") as file:  # a dying server may write a traceback for each of its requests
+            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            _, marker, text = file.read().decode(errors="replace").rpartition("\n--- start ")
+    except OSError:
+        return ""
+    said = text.splitlines()[1:] if marker else text.splitlines()  # not the line of the start itself
+    lines = [line.strip() for line in said[-_LOG_LINES:] if line.strip()]
+    errors = [line for line in lines if "Error" in line and "Engine core" not in line]
+    return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
+
+
+def server_command(python: Path, flags: list[str], listen: list[str]) -> list[str]:
+    """What starts a server; `flags`: `server_arguments`, `listen`: where, and who stands at the door."""
+    return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, *listen]
+
+
+def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
+    """The environment of a server: this process's, without what belongs to this rank and to this interpreter."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)}
+    threads = os.environ.get("NEMO_OPRD_VLLM_THREADS", "1")
+    kept |= {
+        "PYTHONPATH": str(WORKER_FOLDER),
+        "VLLM_SERVER_DEV_MODE": "1",  # weight updates, pause and collective calls
+        # the processes of a server are on one machine, so what they open for each other needs no other address
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_PLUGINS": "",  # a plugin of another package in the same environment must not change what is sampled
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    # vLLM's own key guards sampling alone, and would refuse the calls of a run, which has another one or none
+    theirs = {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name != "VLLM_API_KEY"}
+    kept = theirs | kept
+    if devices is None:
+        kept.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        kept.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        kept |= {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}  # compiling takes 30 s of the first requests
+    else:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        kept.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `KnownIds` has the interface of the first runner
+    return kept

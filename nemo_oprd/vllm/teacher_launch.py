@@ -1,0 +1,103 @@
+"""How a teacher's vLLM server is started, and whether what runs there computes the states of the wanted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_oprd.config.schema import Config, ServerConfig
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.vllm.launch import DTYPES, find_python
+
+KEY = "teacher.vllm"
+# sequences that a server computes at a time; further requests wait in it
+MAX_SEQUENCES = 64
+# tokens of a forward pass; longer prompts are computed in chunks
+BATCHED_TOKENS = 2048
+# of its environment: hooks need the first runner, and the token that a request samples is one position more
+VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+
+
+def check_settings(settings: ServerConfig) -> None:
+    """Raises ValueError unless there is an environment with vLLM."""
+    find_python(settings, KEY)
+
+
+def server_arguments(config: Config, directory: Path, longest: int, *, cuda: bool) -> list[str]:
+    """The arguments of a server, without where it listens.
+
+    Args:
+        directory: holds the model, its weights included.
+        longest: the most tokens of a sequence.
+    """
+    settings = config.teacher.vllm
+    arguments = [
+        *("--model", str(directory), "--served-model-name", "teacher", "--load-format", "auto"),
+        *("--skip-tokenizer-init", "--tokens-only", "--generation-config", "vllm"),
+        *("--dtype", DTYPES[config.precision]),
+        *("--max-model-len", str(longest + 1), "--max-num-seqs", str(MAX_SEQUENCES)),
+        *("--max-num-batched-tokens", str(BATCHED_TOKENS)),
+        *("--tensor-parallel-size", str(settings.tensor), "--seed", str(config.seed)),
+        # a compiled model calls no hooks, and a cached prefix is not computed
+        *("--enforce-eager", "--no-enable-prefix-caching"),
+        *("--worker-extension-cls", "nemo_oprd_teach.TeacherExtension"),
+        "--disable-uvicorn-access-log",
+    ]
+    if cuda:
+        arguments += ["--gpu-memory-utilization", str(config.teacher_server_share)]
+    if settings.tensor > 1:
+        arguments += ["--distributed-executor-backend", "mp"]
+    return [*arguments, *map(str, settings.flags)]
+
+
+def check_description(
+    found: dict[str, Any],
+    server: str,
+    config: Config,
+    spec: ModelSpec,
+    weights: str,
+    *,
+    tensor: int | None,
+    longest: int,
+) -> None:
+    """Raises ValueError unless a server, as its workers describe it, computes this teacher, and in a way that is read.
+
+    Args:
+        weights: the digest of the teacher's files on this machine.
+        tensor: the number of its workers; None: whoever runs it chooses.
+        longest: the most tokens of a sequence that it has to compute.
+    """
+    wanted = {
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "dtype": DTYPES[config.precision],
+        "eager": True,
+        "runner_v1": True,
+        "prefix_caching": False,
+        "tensor": found.get("tensor") if tensor is None else tensor,
+        "pipeline": 1,
+        "lora": False,
+        "speculative": False,
+        "kv_cache_dtype": "auto",
+        "load_format": "auto",
+        "float32_matmul": "highest",
+        "weights": weights,
+    }
+    differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
+    # vLLM has several ways to compute weights that are quantized in their files, and names each after the method
+    method = (spec.hf_config.get("quantization_config") or {}).get("quant_method")
+    quantization = found.get("quantization")
+    if quantization != method and (method is None or method not in str(quantization)):
+        differing.append(f"quantization={quantization} instead of {method}, of the model's files")
+    if differing:
+        raise ValueError(
+            f"{server} computes another model or in another way: {'; '.join(differing)}; expected the teacher, eager "
+            f"and without caches: leave out of {KEY}.flags what changes that, and let `nemo-oprd serve --role teacher` "
+            "start a server that others run with this run's configuration"
+        )
+    if found["longest"] < longest:
+        raise ValueError(
+            f"{server} computes sequences of at most {found['longest']} tokens; expected {longest}, the longest of "
+            "this run or of the canary: start it with this run's data.max_prompt_tokens and rollout.max_new_tokens"
+        )

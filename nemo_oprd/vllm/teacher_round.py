@@ -1,0 +1,312 @@
+"""One round of asking a teacher's servers: until every answer is there, or no server is left."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import queue
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+
+from nemo_oprd.config.rollout_schema import TeacherServerConfig
+from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.sampling import GENERATE, Claimed, Sampling
+from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.teacher_endpoints import AnswerBodies
+from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.weight_push import Failures
+from nemo_oprd.vllm.worker.nemo_oprd_asks import AnswerFolder
+
+# States that are asked for before a batch is complete: a teacher's servers compute while responses are sampled.
+#
+# An answer depends on weights, ids and rows only, so its file gets a name that depends on them, too. It waits in shared
+# memory until the round in which a rank needs it, whichever rank that is. Then the rank reads the file if it is there,
+# and asks as ever if not: results do not depend on what came early enough. The files are within a budget.
+
+
+def named(request: Request) -> Request:
+    """The same request for an answer whose name is a digest of all that the answer depends on."""
+    content = {**asdict(request.ask), "name": ""}
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
+    digest.update(array("q", request.ids).tobytes())
+    return replace(request, ask=replace(request.ask, name=digest.hexdigest()))
+
+
+@dataclass
+class _Early:
+    """What was asked for of one step: names and bytes of the answers, and when, in seconds since the epoch."""
+
+    bytes: int = 0
+    names: set[str] = field(default_factory=set)
+    began: float = 0.0
+    ended: float = 0.0
+
+
+class Ahead:
+    """What one rank asks for early.
+
+    Args:
+        width, dtype: of the teacher's states.
+        readers: ranks that share the budget.
+        slots: requests that are with the servers at a time.
+    """
+
+    def __init__(
+        self, client: Client, settings: TeacherServerConfig, width: int, dtype: str, readers: int, slots: int
+    ) -> None:
+        self._client, self._of_model, self._limit_s = client, (width, dtype), settings.request_timeout
+        self._room = int(settings.ahead_gib * (1 << 30)) // readers
+        self._slots, self._turn = asyncio.Semaphore(slots), count()
+        self._lock = threading.Lock()
+        self._steps: dict[int, _Early] = {}
+        self._under_way: list[Future[None]] = []
+        self.used = 0  # answers that this rank has taken
+
+    def offer(self, step: int, requests: list[Request], servers: list[Server]) -> None:
+        """Asks for what fits the budget; from any thread."""
+        for request in map(named, requests):
+            size = sum(request.ask.sizes(*self._of_model))
+            with self._lock:
+                early = self._steps.setdefault(step, _Early(began=time.time()))
+                is_known = any(request.ask.name in each.names for each in self._steps.values())
+                if is_known or sum(each.bytes for each in self._steps.values()) + size > self._room:
+                    continue
+                early.names.add(request.ask.name)
+                early.bytes += size
+                server = servers[next(self._turn) % len(servers)]
+                self._under_way.append(self._client.start(self._ask(early, request, server)))
+
+    async def _ask(self, early: _Early, request: Request, server: Server) -> None:
+        async with self._slots:
+            try:
+                await self._client.post(server, GENERATE, request.body(), timeout=self._limit_s, read=bytes)
+            except (ServerDied, ServerRefused):
+                return  # the round that needs the answer asks for it, and tells what is wrong
+            early.ended = time.time()
+
+    def settle(self) -> None:
+        """Waits until nothing is under way."""
+        with self._lock:
+            under_way, self._under_way = self._under_way, []
+        for each in under_way:
+            each.result()
+
+    def take_all(
+        self,
+        requests: Sequence[Request],
+        folder: AnswerFolder,
+        generations: Collection[int],
+        take: Callable[[int, Answer], None],
+    ) -> None:
+        """Calls `take` with the answers that are there, of servers as they run now: of these `generations`.
+
+        Raises:
+            ServerRefused: a file is no answer to its request.
+        """
+        for i, request in enumerate(requests):
+            if (answer := self._found(request, folder, generations)) is not None:
+                take(i, answer)
+
+    def _found(self, request: Request, folder: AnswerFolder, generations: Collection[int]) -> Answer | None:
+        request = named(request)
+        found = folder.take(request.ask.name)
+        if found is None or "error" in found[0] or found[0].get("generation") not in generations:
+            return None
+        expected = request.ask.header(request.ids, *self._of_model, found[0]["generation"])
+        self.used += 1
+        return request.read(*found, "a server of the teacher", expected)
+
+    def forget(self, step: int, folder: AnswerFolder) -> None:
+        """Removes what is left of the steps before `step`."""
+        with self._lock:
+            over = [self._steps.pop(each) for each in [*self._steps] if each < step]
+        for name in (name for early in over for name in early.names):
+            folder.take(name)
+
+    def span(self, step: int) -> tuple[float, float] | None:
+        """When the first answer of a step was asked for, and when the last one that is there came."""
+        early = self._steps.get(step)
+        return (early.began, early.ended) if early is not None and early.ended else None
+
+    def close(self) -> None:
+        """Gives up what is under way."""
+        for each in self._under_way:
+            each.cancel()
+
+
+@dataclass
+class RequestQueue:
+    """The requests that are still to be asked, and the bytes of answers that wait for this rank.
+
+    Attributes:
+        left: claimed from the end.
+        sizes: bytes of the answer to each request.
+        room: bytes of answers that may wait at a time.
+        waiting: bytes of the answers of requests that are under way.
+        under_way: claimed and neither taken nor given back.
+    """
+
+    left: list[tuple[int, Request]]
+    sizes: dict[int, int]
+    room: int
+    waiting: int = 0
+    under_way: dict[int, Request] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def claim(self) -> Claimed | None:
+        """The next request, once there is room for its answer, or nothing else waits; None if there are no more.
+
+        It is not over while requests are under way, because a dead server's come back.
+        """
+        while self.left or self.under_way:
+            if self.left:
+                index, request = self.left[-1]
+                if not self.waiting or self.waiting + self.sizes[index] <= self.room:
+                    self.left.pop()
+                    self.waiting += self.sizes[index]
+                    self.under_way[index] = request
+                    return index, request.body()
+            self._changed.clear()
+            await self._changed.wait()
+        return None
+
+    def taken(self, index: int) -> None:
+        """Its answer is here, and out of shared memory."""
+        self._end(index)
+
+    def give_back(self, claimed: Claimed) -> None:
+        """Its server died. Another one answers it under another name: half an answer may have the first one."""
+        index, _ = claimed
+        self.left.append((index, self._end(index).renamed()))
+
+    def _end(self, index: int) -> Request:
+        self.waiting -= self.sizes[index]
+        self._changed.set()
+        return self.under_way.pop(index)
+
+
+class _Whole:
+    """Joins the answers to the pieces of requests."""
+
+    def __init__(self, requests: Sequence[Request], owners: Sequence[int], take: Callable[[int, Answer], None]) -> None:
+        """`owners`: of each piece, the index of its request; those of a request stand together, in order."""
+        self._requests, self._owners, self._take = requests, owners, take
+        self._found: dict[int, dict[int, Answer]] = {}
+        self._pieces = Counter(owners)
+
+    def take(self, piece: int, answer: Answer) -> None:
+        """Takes the answer to a piece, and hands the whole one over when it is the last."""
+        index = self._owners[piece]
+        found = self._found.setdefault(index, {})
+        found[piece] = answer
+        if len(found) == self._pieces[index]:
+            del self._found[index]
+            self._take(index, self._requests[index].joined([each for _, each in sorted(found.items())]))
+
+
+@dataclass(frozen=True)
+class AnswerFiles:
+    """Reads the answers in a folder; a `Reader` of `Sampling`."""
+
+    folder: AnswerFolder
+    requests: Mapping[int, Request]  # those under way
+    width: int
+    dtype: str
+    generations: Mapping[str, int]  # server's name -> which start of it has proven itself
+
+    def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
+        """See `Reader`; what the server says by HTTP is a token that nobody needs."""
+        request = self.requests[index]
+        found = self.folder.take(request.ask.name)
+        if found is None:
+            raise ServerRefused(
+                f"{server} gave no states for a sequence of {len(request.ids)} tokens; expected a file in the run's "
+                "folder: the server's log says why there is none"
+            )
+        expected = request.ask.header(request.ids, self.width, self.dtype, self.generations[server])
+        return request.read(*found, server, expected)
+
+
+@dataclass(frozen=True)
+class Round:
+    """How a rank asks.
+
+    Attributes:
+        folder: where the servers write answers; None: they send them (`teacher_endpoints.py`).
+        generations: server's name -> which start of it has proven itself.
+        width, dtype: of the teacher's states.
+        room: bytes of answers that may wait for this rank, in shared memory or in its own.
+        slots: requests that are with a server at a time.
+        limit_s: seconds for a request.
+    """
+
+    client: Client
+    folder: AnswerFolder | None
+    generations: Mapping[str, int]
+    width: int
+    dtype: str
+    room: int
+    slots: int
+    limit_s: float
+
+    def ask(
+        self,
+        requests: Sequence[Request],
+        missing: list[int],
+        take: Callable[[int, Answer], None],
+        failures: Failures,
+        servers: list[Server],
+    ) -> None:
+        """Asks `servers` for what is missing until it is there or none of them is left; adds to `failures`.
+
+        `take` is called in this thread.
+        """
+        pieces = [(i, piece) for i in missing for piece in requests[i].pieces(self.room, self.width, self.dtype)]
+        sizes = {at: sum(piece.ask.sizes(self.width, self.dtype)) for at, (_, piece) in enumerate(pieces)}
+        left = [(at, piece) for at, (_, piece) in reversed([*enumerate(pieces)])]  # claimed from the end
+        waiting, whole = RequestQueue(left, sizes, self.room), _Whole(requests, [i for i, _ in pieces], take)
+        reader = self._reader(waiting)
+        path_of = reader.path_of if isinstance(reader, AnswerBodies) else None
+        arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
+
+        def deliver(index: int, answer: Answer, _: int) -> None:
+            waiting.taken(index)
+            arrived.put((index, answer))
+
+        how = waiting.claim, self.slots, deliver, waiting.give_back, path_of
+        work = Sampling(self.client, reader, self.limit_s, *how)
+        under_way = self.client.start(work.run(servers))
+        under_way.add_done_callback(lambda _: arrived.put(None))
+        while (found := arrived.get()) is not None:
+            whole.take(*found)
+        under_way.result()  # raises what went wrong in our own code
+        failures.died |= work.died
+        if work.error is not None:
+            failures.refused.append(work.error)
+
+    def answers(self, requests: list[Request], server: Server) -> list[Answer]:
+        """One server's answers to all requests.
+
+        Raises:
+            ServerDied: it ended.
+            ServerRefused: it gives no states.
+        """
+        failures, found = Failures(), dict[int, Answer]()
+        self.ask(requests, [*range(len(requests))], found.__setitem__, failures, [server])
+        failures.check()
+        for why in failures.died.values():
+            raise ServerDied(why)
+        return [found[i] for i in range(len(requests))]
+
+    def _reader(self, waiting: RequestQueue) -> AnswerBodies | AnswerFiles:
+        about = waiting.under_way, self.width, self.dtype, self.generations
+        if self.folder is None:
+            return AnswerBodies(*about, waiting.sizes)
+        return AnswerFiles(self.folder, *about)

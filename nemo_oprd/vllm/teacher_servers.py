@@ -1,0 +1,484 @@
+"""The vLLM servers of one teacher, as the ranks that read from them see them.
+
+One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role asks servers
+of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared memory. Servers
+that somebody else runs are asked by all of these ranks, and proven by the first of them (`teacher_endpoints.py`). A
+request is a pure function of weights, ids and rows: if a server dies, the round ends when nothing else is left to ask,
+the server is restarted and checked again, and the next round asks for what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_oprd.batch.layout import Layout
+from nemo_oprd.canary import CanaryVerdict
+from nemo_oprd.config.schema import Config
+from nemo_oprd.megatron.parallel import device, everyones, wait_for_all
+from nemo_oprd.models import ModelSpec
+from nemo_oprd.runtime.signals import StoppedWaiting
+from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.controlled import machines_and_devices
+from nemo_oprd.vllm.endpoint import Endpoint
+from nemo_oprd.vllm.launch import find_python
+from nemo_oprd.vllm.placement import dedicated_ranks, rank_groups
+from nemo_oprd.vllm.sampling import GENERATE
+from nemo_oprd.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.teacher_bridge import ServedBridge
+from nemo_oprd.vllm.teacher_canary import Canary
+from nemo_oprd.vllm.teacher_endpoints import host_room, server_room, shared_endpoint
+from nemo_oprd.vllm.teacher_launch import (
+    BATCHED_TOKENS,
+    KEY,
+    MAX_SEQUENCES,
+    VARIABLES,
+    check_description,
+    server_arguments,
+)
+from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_round import Ahead, Round
+from nemo_oprd.vllm.transport import SharedFolder
+from nemo_oprd.vllm.weight_push import PROBE, Failures
+from nemo_oprd.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+
+# What the ranks tell each other of a teacher's servers once these have proven themselves.
+
+
+@dataclass
+class KnownServers:
+    """Of the servers that this rank asks.
+
+    Attributes:
+        generations: server's name -> which start of it has proven itself; an answer names the start that it is from.
+        rooms: server's number -> bytes of answers that it holds at a time; of servers elsewhere.
+    """
+
+    generations: dict[str, int] = field(default_factory=dict)
+    rooms: dict[int, int] = field(default_factory=dict)
+
+    def share(self, own: dict[int, Server], servers: dict[int, Server], mine: set[int], *, elsewhere: bool) -> None:
+        """Tells all ranks of `own` servers, and learns of those that other ranks start or prove. Every rank calls this.
+
+        Args:
+            own: this rank's servers, by number.
+            servers: those that this rank asks; servers of its machine are added.
+            mine: the numbers of all servers that this rank asks.
+            elsewhere: whether somebody else runs all servers, so that every rank knows their addresses.
+        """
+        told = {
+            number: (self.generations.get(server.name, 0), self.rooms.get(number, 0), str(server.socket))
+            for number, server in own.items()
+        }
+        for number, (generation, room, at) in ((n, facts) for part in everyones(told) for n, facts in part.items()):
+            if number in own or number not in mine:
+                continue
+            server = servers.setdefault(number, _neighbour(number))
+            if not elsewhere:
+                server.socket = Path(at)
+            self.generations[server.name], self.rooms[number] = generation, room
+
+
+def _neighbour(number: int) -> Server:
+    """A server that another rank of this machine has started."""
+    return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
+
+
+logger = logging.getLogger(__name__)
+
+# of the free bytes in shared memory, the part that answers may take on a machine
+ANSWERS_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One server: the rank that starts or proves it, the ranks that ask it, and its CUDA devices (None: without CUDA).
+
+    `url` is that of a server that somebody else runs.
+    """
+
+    number: int
+    controller: int
+    readers: tuple[int, ...]
+    devices: tuple[str, ...] | None = None
+    url: str | None = None
+
+
+def place(
+    config: Config,
+    machines: Sequence[str],
+    devices: Sequence[str | None],
+    readers: range,
+    endpoints: Sequence[str] = (),
+    first: int | None = None,
+) -> list[_Place]:
+    """The servers of a teacher, the same on every rank.
+
+    Args:
+        endpoints: the addresses of those that somebody else runs; without any, the run starts its own.
+        machines, devices: per rank of the world, as in `vllm/placement.py`.
+        readers: the ranks that need states.
+        first: the first rank of dedicated servers; None: the one behind the readers.
+
+    Raises:
+        ValueError: a machine with readers has no server, or a server has no reader on its machine.
+    """
+    if endpoints:
+        return [_Place(number, readers[0], tuple(readers), url=url) for number, url in enumerate(endpoints)]
+    settings = config.teacher.vllm
+    behind = readers.stop if first is None or settings.placement == "colocated" else first
+    end = behind + dedicated_ranks(settings)
+    groups = rank_groups(settings, machines[:end], devices[:end], readers, "teacher")
+    cuda, places = devices[readers[0]] is not None, []
+    for number, group in enumerate(groups):
+        near = tuple(rank for rank in readers if machines[rank] == machines[group[0]])
+        if not near:
+            raise ValueError(
+                f"{KEY}.placement={settings.placement}: server {number} would be on {machines[group[0]]}, where no "
+                "rank of the student is; expected one there, because states reach it through shared memory: choose "
+                f"{KEY}.placement=colocated, or fewer {KEY}.replicas"
+            )
+        names = tuple(str(devices[rank]) for rank in group) if cuda else None
+        places.append(_Place(number, near[0], near, names))
+    served = {rank for each in places for rank in each.readers}
+    without = sorted({machines[rank] for rank in readers if rank not in served})
+    if without:
+        raise ValueError(
+            f"{KEY}.replicas={settings.replicas}: {', '.join(without)} would have no server of the teacher; expected "
+            f"one on every machine of the student: set {KEY}.replicas to a multiple of {len(set(machines))}"
+        )
+    return places
+
+
+def longest_sequence(config: Config, canary: Canary) -> int:
+    """The most tokens of a sequence that servers are asked for, of the run and of the canary.
+
+    All positions of the model, unless it is known before what the teacher reads: the student's ids, of prompts with a
+    limit and of responses that this run samples.
+    """
+    limit, teacher, positions = config.data.max_prompt_tokens, config.teacher, canary.spec.max_positions
+    others_ids = teacher.reads != "ids" or bool(config.own_prompts) or config.rollout.replay is not None
+    flags = [str(flag).partition("=")[0].replace("_", "-") for flag in teacher.vllm.flags]
+    if limit is None or others_ids or "--max-num-batched-tokens" in flags:
+        return positions
+    proof = max(map(len, canary.prompts({"chunk": BATCHED_TOKENS})))
+    return min(positions, max(limit + config.rollout.max_new_tokens, proof))
+
+
+def _local_server(
+    config: Config, directory: Path, longest: int, where: _Place, number: int, folder: Path
+) -> LocalServer:
+    """A server of teacher `number`, not yet started; its sockets and answers go into `folder`."""
+    settings = config.teacher.vllm
+    return LocalServer(
+        where.number,
+        MAX_SEQUENCES,
+        settings.max_restarts,
+        key=KEY,
+        role="the teacher's vLLM server",
+        python=find_python(settings, KEY),
+        flags=server_arguments(config, directory, longest, cuda=device().type == "cuda"),
+        devices=where.devices,
+        log=Path(config.output) / "vllm" / f"teacher_{number}_server_{where.number}.log",
+        directory=folder,
+        variables=VARIABLES,
+    )
+
+
+async def _settled(
+    client: Client,
+    server: Server,
+    config: Config,
+    spec: ModelSpec,
+    weights: str,
+    longest: int,
+    bridge: ServedBridge | None,
+) -> dict[str, Any]:
+    """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
+    timeout = config.teacher.vllm.start_timeout
+    await client.wait_until_healthy(server, timeout)
+    described = await client.ask_workers(server, "nemo_oprd_describe")
+    tensor = None if isinstance(server, Endpoint) else config.teacher.vllm.tensor
+    for found in described:
+        check_description(found, server.name, config, spec, weights, tensor=tensor, longest=longest)
+    await client.ask_workers(server, "nemo_oprd_install")
+    if bridge is not None:
+        assert server.socket is not None
+        loading = bridge.loading(server.socket.parent)
+        loaded = await client.post_watched(server, "/collective_rpc", loading, timeout=timeout)
+        bridge.check_loaded(loaded["results"], server.name)
+    await client.post_watched(server, GENERATE, PROBE, timeout=timeout)
+    return described[0]
+
+
+def _restart(server: Server, why: str, false_starts: dict[int, int]) -> None:
+    """Starts a server again that died, or counts on somebody else to do so.
+
+    Args:
+        false_starts: server's number -> how often in a row it died before it was ready.
+
+    Raises:
+        ServerRefused: it died too often.
+    """
+    false_starts[server.number] = false_starts.get(server.number, 0) + (server.pushed is None)
+    if false_starts[server.number] > 1:
+        log = server.log if isinstance(server, LocalServer) else "its log"
+        raise ServerRefused(f"{why}; it died twice before it was ready, expected a server that starts: read {log}")
+    server.pushed = None
+    server.restart(why)
+
+
+class TeacherServers:
+    """The servers of a teacher. Every rank of the world builds it and makes every call."""
+
+    def __init__(
+        self, config: Config, number: int, canary: Canary, readers: Layout, trainer_ranks: int | None = None
+    ) -> None:
+        """Starts the servers of this rank's machine, without waiting for them.
+
+        Args:
+            number: index of the teacher.
+            canary: the teacher, and what its servers have to prove.
+            readers: the layout of the ranks that need states.
+            trainer_ranks: the first ranks, which hold models; dedicated servers of all teachers have those behind them,
+                in the order of the teachers. None: the readers.
+
+        Raises:
+            ValueError: the placement of the servers is wrong.
+        """
+        self._config, self._canary, self._spec = config, canary, canary.spec
+        self._settings = config.teacher.vllm
+        ranks = range(readers.first_rank, readers.first_rank + readers.size)
+        machines, devices = machines_and_devices(device().type == "cuda")
+        endpoints = config.teacher_endpoints(number)
+        others = sum(other < number for other in config.started_teachers) * dedicated_ranks(self._settings)
+        first = others + (ranks.stop if trainer_ranks is None else trainer_ranks)
+        places = place(config, machines, devices, ranks, endpoints, first)
+        self._longest = longest_sequence(config, canary)
+        self._number = number
+        # of this rank's machine, the ranks that hold answers
+        self._neighbours = sum(machines[rank] == machines[torch.distributed.get_rank()] for rank in ranks)
+        self._rank = torch.distributed.get_rank()
+        self._mine = [each for each in places if self._rank in each.readers]
+        self._servers: dict[int, Server] = {}  # those that this rank asks
+        self._client: Client | None = None
+        self._shared: SharedFolder | None = None  # a controller's
+        self._answers: AnswerFolder | None = None  # of this machine's servers; None: they are elsewhere
+        self._are_elsewhere = bool(endpoints)
+        self._known = KnownServers()
+        self._false_starts: dict[int, int] = {}
+        self._described: dict[int, dict[str, Any]] = {}  # what the servers of this rank say of themselves
+        self.deaths = 0
+        self.ahead: Ahead | None = None
+        if not self._mine:
+            return
+        try:
+            self._client = Client()
+            if self._settings.ahead_gib:
+                about = canary.spec.hidden_size, canary.dtype, len(self._mine[0].readers)
+                self.ahead = Ahead(self._client, self._settings, *about, self._slots)
+            for each in self._mine:
+                if each.url is not None:
+                    self._servers[each.number] = shared_endpoint(config, each.number, each.url)
+                elif each.controller == self._rank:
+                    self._start(each, number)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _slots(self) -> int:
+        """Requests of this rank that are with one server at a time."""
+        return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
+
+    def _start(self, where: _Place, number: int) -> None:
+        if self._shared is None:
+            self._shared = SharedFolder()
+            self._shared.guard()
+        directory, folder = self._canary.directory, self._shared.path
+        server = _local_server(self._config, directory, self._longest, where, number, folder)
+        self._servers[where.number] = server
+        server.start()
+
+    @property
+    def verdict(self) -> CanaryVerdict | None:
+        """What the last server of this rank has shown; None on ranks that have started none."""
+        return self._canary.verdict
+
+    @property
+    def near(self) -> list[Server]:
+        """Those that this rank asks."""
+        return [*self._servers.values()]
+
+    @property
+    def bridge(self) -> ServedBridge | None:
+        """What servers apply to the states that are asked for; None: the rank that asked does, if there is one."""
+        return self._canary.bridge
+
+    def wait(self) -> None:
+        """Waits until all servers are there and are the right ones. Every rank calls this.
+
+        Raises:
+            ServerRefused: one is not, or died too often.
+            StoppedWaiting: a signal asked the run to stop.
+        """
+        while failures := self._prepare():
+            self._revive(failures.died)
+
+    def _prepare(self) -> Failures:
+        """Prepares the servers of this rank, and tells the others where they listen."""
+        failures, weights = Failures(), ""
+        own = self._controlled()
+        if own:
+            weights = weights_digest(str(self._canary.directory))
+        for number, server in own.items():
+            if server.pushed is None:
+                try:
+                    self._prove(server, weights)
+                    self._false_starts[number] = 0
+                except (ServerDied, ValueError, StoppedWaiting) as error:
+                    failures.note(number, error)
+        wait_for_all()  # servers start for minutes, longer than a collective may take
+        failures = failures.shared()
+        failures.check()
+        mine = {each.number for each in self._mine}
+        self._known.share(own, self._servers, mine, elsewhere=self._are_elsewhere)
+        if self._answers is None and self._servers and not self._are_elsewhere:
+            self._answers = AnswerFolder(str(self._folder))
+        return failures
+
+    def _controlled(self) -> dict[int, Server]:
+        """The servers that this rank starts, or proves, by number."""
+        numbers = {each.number for each in self._mine if each.controller == self._rank}
+        return {number: server for number, server in self._servers.items() if number in numbers}
+
+    @property
+    def _folder(self) -> Path:
+        """Where the sockets of this machine's servers and their answers are."""
+        socket = next(iter(self._servers.values())).socket
+        assert socket is not None
+        return socket.parent
+
+    def _prove(self, server: Server, weights: str) -> None:
+        """Waits for a server of this rank, and lets it prove itself.
+
+        Raises:
+            ServerDied: it ended.
+            ValueError: it computes something else.
+        """
+        assert self._client is not None
+        settling = _settled(self._client, server, self._config, self._spec, weights, self._longest, self.bridge)
+        described = self._described[server.number] = self._client.run(settling)
+        self._known.generations[server.name] = described["generation"]
+        if self._are_elsewhere:
+            self._known.rooms[server.number] = server_room(self._client, server)
+        else:
+            self._answers = self._answers or AnswerFolder(str(self._folder))
+        logger.info(f"{server.name} (teacher {self._number}): {self._show(server)}")
+        server.pushed = weights
+
+    def _show(self, server: Server) -> str:
+        """Lets a server show the states of the canary; returns what was found. Raises as `_prove`."""
+        return self._canary.prove(lambda asks: self._round().answers(asks, server), self._described[server.number])
+
+    def check(self, step: int) -> None:
+        """Lets all servers show their states again, if that is due. Every rank calls this; raises as `wait`."""
+        if self.ahead is not None and self._answers is not None:
+            self.ahead.forget(step, self._answers)
+        every, failures = self._settings.check_every, Failures()
+        if not (every and step) or step % every:
+            return
+        for number in self._described:
+            try:
+                self._show(self._servers[number])
+            except (ServerDied, ValueError) as error:
+                failures.note(number, error)
+        wait_for_all()
+        failures = failures.shared()
+        failures.check()
+        self._revive(failures.died)
+        self.wait()
+
+    def gather(self, requests: Sequence[Request], take: Callable[[int, Answer], None]) -> None:
+        """Asks for all requests of this rank, none outside the readers. Every rank of the world calls this.
+
+        Args:
+            take: called in this thread with every answer, in any order: the index of its request, and what it holds.
+
+        Raises:
+            ServerRefused: a server gives no states, or died too often.
+        """
+        missing = set(range(len(requests)))
+
+        def delivered(index: int, answer: Answer) -> None:
+            missing.discard(index)
+            take(index, answer)
+
+        if self.ahead is not None:
+            self.ahead.settle()
+        if self._settings.ahead_gib:
+            wait_for_all()  # another rank may have asked for what this one needs
+        if self.ahead is not None and self._answers is not None:
+            generations = {*self._known.generations.values()}
+            self.ahead.take_all(requests, self._answers, generations, delivered)
+        while True:
+            failures = Failures()
+            if missing:
+                self._round().ask(requests, sorted(missing), delivered, failures, self.near)
+            wait_for_all()
+            failures = failures.shared()
+            failures.check()
+            if not failures.died:
+                return
+            self._revive(failures.died)
+            self.wait()
+
+    def _round(self) -> Round:
+        """What asks servers, with the room that there is now."""
+        assert self._client is not None
+        about, limit_s = (self._spec.hidden_size, self._canary.dtype), self._settings.request_timeout
+        where = self._answers, self._known.generations
+        return Round(self._client, *where, *about, self._room(), self._slots, limit_s)
+
+    def _room(self) -> int:
+        """Bytes of answers that may wait for this rank, in shared memory or, of servers elsewhere, in its own."""
+        if self._are_elsewhere:
+            return min(host_room(self._neighbours), *self._known.rooms.values())
+        free = os.statvfs(self._folder)
+        return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // len(self._mine[0].readers)
+
+    def _revive(self, died: dict[int, str]) -> None:
+        """Restarts servers that died, after their unfinished answers are removed; every rank calls this."""
+        failures, own = Failures(), self._controlled()
+        self.deaths += len(died)
+        for number, why in died.items():
+            if number in own:
+                try:
+                    _restart(own[number], why, self._false_starts)
+                except ServerRefused as refusal:
+                    failures.refused.append(str(refusal))
+        if died and self._answers is not None and self._shared is not None:
+            self._answers.clear()
+        failures.shared().check()
+
+    def close(self) -> None:
+        """Ends the servers that this rank has started, and removes what they left in shared memory."""
+        with ExitStack() as ends:  # the last one first, and all of them, whatever goes wrong
+            if self._shared is not None:
+                ends.callback(self._shared.close)
+            if self._answers is not None:
+                ends.callback(self._answers.close)
+            if self._client is not None:
+                ends.callback(self._client.close)
+            if self.ahead is not None:
+                ends.callback(self.ahead.close)
+            for server in self._servers.values():
+                ends.callback(server.close)
+        self._servers, self._client, self._shared, self._answers = {}, None, None, None

@@ -1,0 +1,517 @@
+"""One weight update: from the trainer's stream of tensors to all servers, with a proof that every byte has arrived.
+
+Every rank of the world takes part, because the stream is made by collectives of the trainer's ranks. A controller
+pauses its servers, sends the buckets, compares the digest that every worker computed from what it received with that of
+the first rank, names the version and resumes. What fails on one controller is known on all ranks after the phase in
+which it failed; a server that failed is restarted by the next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_oprd.megatron.parallel import COLLECTIVE_TIMEOUT, everyones, first_ranks
+from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.runtime.signals import StoppedWaiting
+from nemo_oprd.vllm import transport
+from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
+from nemo_oprd.vllm.controlled import Controlled
+from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.sampling import GENERATE
+from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.weight_group import Ended, Rendezvous, WeightGroup
+from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, Digest
+
+# The calls of a weight update to one server: wait until it is there, begin, receive, compare, sample again.
+
+
+logger = logging.getLogger(__name__)
+
+# a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
+LOAD_TIMEOUT_S = 900.0
+# a whole model over a slow network
+RECEIVE_TIMEOUT_S = 4 * 3600.0
+# of a pause; then the log says what it waits for
+SAY_AFTER_S = 10.0
+_PROBE_SAMPLING = {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+PROBE = {"token_ids": [1, 2], "sampling_params": _PROBE_SAMPLING}
+
+
+@dataclass
+class UpdateCalls:
+    """The calls of one controller, and how far each of its servers is. All calls raise ServerDied and ServerRefused.
+
+    Attributes:
+        client: None on ranks that control no server; no call is made there.
+        tensors: number of tensors of the model.
+        describe: raises ServerRefused unless a server's description is that of a server for this run.
+        start_timeout: seconds until a server answers after its start.
+        response_timeout: seconds that a response may take, also one of somebody else.
+    """
+
+    client: Client | None
+    places: list[Place]
+    tensors: int
+    describe: Callable[[dict[str, Any], str], None]
+    start_timeout: float
+    response_timeout: float
+    _ready: dict[int, int] = field(default_factory=dict)  # server -> the generation that was found ready
+    _joined: set[int] = field(default_factory=set)  # servers that have a transport
+    _begun: set[int] = field(default_factory=set)  # servers with an update that has begun and received nothing
+    _broken: set[int] = field(default_factory=set)  # servers with an update that failed while they received it
+
+    @property
+    def _client(self) -> Client:
+        assert self.client is not None
+        return self.client
+
+    def forget(self, server: Server) -> bool:
+        """Forgets a server that died; whether it had been ready."""
+        self._joined.discard(server.number)
+        self._begun.discard(server.number)
+        self._broken.discard(server.number)
+        return self._ready.pop(server.number, None) is not None
+
+    def updates_begin(self) -> None:
+        """From here on the servers receive something: an update that is given up can't be begun again."""
+        self._begun.clear()
+
+    async def prepare(self, server: Server) -> None:
+        """Waits until the server is there, pauses it, and begins an update."""
+        if self._ready.get(server.number) != server.generation:
+            await self._wait_until_ready(server)
+        if server.number in self._begun:
+            return
+        if self.places[server.number].sleeps:
+            await self._client.post_watched(server, "/wake_up?tags=weights")
+        await self._pause(server)
+        if self.places[server.number].transport != "group" and server.number not in self._joined:
+            await self._client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}})
+            self._joined.add(server.number)
+        if server.number in self._broken:
+            await self._client.ask_workers(server, "nemo_oprd_give_up")
+            self._broken.discard(server.number)
+        await self._client.post_watched(server, "/start_weight_update")
+        self._begun.add(server.number)
+
+    async def _pause(self, server: Server) -> None:
+        """Lets the server end what it samples, and begin nothing else.
+
+        An endpoint may be in the middle of long responses of somebody else. It is watched while it ends them, so that
+        the wait is no death. The mode "wait" aborts nothing, and resets the prefix cache, which has keys of the old
+        weights.
+        """
+        own = self.places[server.number].url is None
+        limit = CALL_TIMEOUT_S if own else self.response_timeout
+        call = asyncio.create_task(
+            self._client.post_watched(server, "/pause?mode=wait", timeout=limit + CALL_TIMEOUT_S)
+        )
+        if not own and (await asyncio.wait([call], timeout=SAY_AFTER_S))[1]:
+            logger.warning(f"{server.name} samples for somebody else; the update waits for that", extra=ON_STDOUT)
+        if not (await asyncio.wait([call], timeout=limit))[1]:
+            call.result()
+            return
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        waited = f"{server.name} did not end the responses under way within {limit:.0f} s"
+        if own:  # nobody else uses it
+            raise ServerDied(waited)
+        raise ServerRefused(
+            f"{waited}, expected it to be within rollout.vllm.request_timeout: does somebody else use this server?"
+        )
+
+    async def _wait_until_ready(self, server: Server) -> None:
+        """Waits until the server is healthy, is the right one and survives a request."""
+        client = self._client
+        await client.wait_until_healthy(server, self.start_timeout)
+        for found in await client.ask_workers(server, "nemo_oprd_describe"):
+            self.describe(found, server.name)
+        # an endpoint may have been left in the middle of an update, and paused
+        await self._client.ask_workers(server, "nemo_oprd_give_up")
+        await client.post_watched(server, "/resume")
+        # a server whose kernels don't fit the model is healthy until its first request
+        await client.post_watched(server, GENERATE, PROBE, timeout=self.start_timeout)
+        self._ready[server.number] = server.generation
+
+    async def settle(self, server: Server) -> None:
+        """Waits until the server is there, and lets it give the memory of its GPUs back."""
+        await self._wait_until_ready(server)
+        await self._client.post_watched(server, "/sleep?level=2&mode=wait")
+
+    async def join(self, server: Server, init_info: dict[str, Any]) -> None:
+        """Lets the workers join the process group of the weights; returns once all members have joined."""
+        path, body = "/init_weight_transfer_engine", {"init_info": init_info}
+        # members who wait for the others have a deadline of their own
+        await self._client.post_watched(server, path, body, timeout=init_info["timeout_s"] + CALL_TIMEOUT_S)
+
+    async def update(self, server: Server, info: dict[str, Any]) -> None:
+        """Lets the workers load one bucket; see `nemo_oprd_worker.UpdateInfo`."""
+        await self._load(server, info, LOAD_TIMEOUT_S)
+
+    async def receive(self, server: Server) -> None:
+        """Lets the workers receive all buckets of the group, whose members have a deadline for each of them."""
+        await self._load(server, {}, RECEIVE_TIMEOUT_S)
+
+    async def _load(self, server: Server, info: dict[str, Any], timeout: float) -> None:
+        self._broken.add(server.number)  # unless it succeeds: workers may be in the middle of it
+        await self._client.post_watched(server, "/update_weights", {"update_info": info}, timeout=timeout)
+        self._broken.discard(server.number)
+
+    async def finish(self, server: Server, digest: str, version: str) -> None:
+        """Compares what all workers received, and lets the server sample from it."""
+        received = await self._client.ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
+        for worker, found in enumerate(received):
+            stale = found.pop("stale", [])
+            if found != {"digest": digest, "tensors": self.tensors}:
+                raise ServerRefused(
+                    f"{server.name}, worker {worker}: received {found['tensors']} tensors with the digest "
+                    f"{found['digest']}, expected {self.tensors} with {digest}: the weights did not "
+                    "arrive as sent; restart the server"
+                )
+            if stale:
+                raise ServerRefused(
+                    f"{server.name}, worker {worker}: {len(stale)} module(s) such as {stale[0]!r} took none of the "
+                    "weights that came, and would keep the old ones; expected all of them: this vLLM can't reload the "
+                    "model, choose another version or rollout.engine=megatron"
+                )
+        body = {"weight_version": version}
+        await self._client.post_watched(server, "/finish_weight_update", body, timeout=LOAD_TIMEOUT_S)
+        if self.places[server.number].sleeps:
+            await self._client.post_watched(server, "/wake_up?tags=kv_cache")
+        await self._client.post_watched(server, "/resume")
+        server.pushed = version
+
+
+@dataclass
+class Failures:
+    """Servers that died in an attempt, and refusals, of which no repetition is expected to help.
+
+    `left`: servers that gave up an unfinished transfer of the group, with what they said. Some of that is a refusal,
+    and some follows from what another member did; see `judge`. `stopped`: how a signal ended the wait for a server.
+    """
+
+    died: dict[int, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    left: dict[int, str] = field(default_factory=dict)
+    stopped: str | None = None
+
+    def note(self, server: int, error: BaseException) -> None:
+        """Takes up what a call to a server raised."""
+        if isinstance(error, ServerDied):
+            self.died.setdefault(server, str(error))
+        elif isinstance(error, ServerRefused | ValueError):
+            self.refused.append(str(error))
+        elif isinstance(error, StoppedWaiting):
+            self.stopped = str(error)
+        else:
+            raise error
+
+    def judge(self, ended: Ended | None, mine: Controlled) -> None:
+        """Which servers of this rank that left the group refused something; the others left because it was over."""
+        for number, said in self.left.items():
+            if ended is None:
+                self.refused.append(said)
+            elif ended.server == number:  # perhaps one worker refused, and another one answered for the server
+                name = mine.servers[number].name
+                self.refused.append(said if ended.why in said else f"{name} refuses the weights: {ended.why}")
+
+    def __bool__(self) -> bool:
+        """Whether anything failed."""
+        return bool(self.died or self.refused or self.stopped)
+
+    def shared(self) -> Failures:
+        """Those of all ranks."""
+        parts = everyones(self)
+        died = {number: why for part in parts for number, why in part.died.items()}
+        stopped = next((part.stopped for part in parts if part.stopped), None)
+        return Failures(died, [refusal for part in parts for refusal in part.refused], stopped=stopped)
+
+    def check(self) -> None:
+        """Raises StoppedWaiting if a signal ended a wait, or ServerRefused with the first refusal, if there is one."""
+        if self.stopped:
+            raise StoppedWaiting(self.stopped)
+        if self.refused:
+            raise ServerRefused(self.refused[0])
+
+
+class WeightPush:
+    """Updates the weights of all servers of a run; every rank has one and calls it alike.
+
+    Args:
+        names: HF names of all tensors of the model.
+        device: of this rank, for collectives over NCCL.
+        students: the ranks that have the stream.
+        memory_share: the fraction of a GPU's memory that a server takes.
+    """
+
+    def __init__(
+        self,
+        places: list[Place],
+        mine: Controlled,
+        calls: UpdateCalls,
+        names: set[str],
+        device: torch.device,
+        students: range,
+        memory_share: float,
+    ) -> None:
+        self._places, self._mine, self._calls, self._names = places, mine, calls, names
+        self._memory_share = memory_share
+        self.deaths = 0  # of all servers, in this run
+        self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
+        self._group = WeightGroup(places, device)
+        self._handle_group = None
+        if any(place.transport == "ipc" for place in places):  # a collective of all ranks
+            self._handle_group = dist.new_group(list(students), timeout=COLLECTIVE_TIMEOUT)
+
+    def push(
+        self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int, version: str | None = None
+    ) -> str:
+        """Gives the weights to every server; returns their version.
+
+        Args:
+            stream: the whole model; called on every rank, once per attempt.
+            step: number of optimizer steps behind the weights, the first part of the version. The digest is the other.
+            version: of weights that some server has already; the stream must still have their bytes.
+
+        Raises:
+            ServerRefused: a server refuses, or died too often, or the weights are not those of `version` any more.
+        """
+        broke = None
+        while True:
+            failures, sent, ended = self._attempt(stream, step, version)
+            if failures.died and not failures.stopped:  # a refusal may follow from a death that broke the group
+                self.revive(failures.died)
+                continue
+            failures.check()
+            if ended is None:
+                assert sent is not None
+                return sent
+            if broke is not None:
+                raise ServerRefused(
+                    f"{ended.why}, for the second time and with all servers well; expected a network on which the "
+                    "first rank reaches all of their workers: read the servers' logs"
+                )
+            broke = ended
+            logger.warning(f"{ended.why}; all servers are well and join a new one", extra=ON_STDOUT)
+
+    def settle(self) -> None:
+        """Waits for servers that share GPUs with the trainer, and lets them give the memory back.
+
+        A server measures what is free on its GPU while it starts, so it must have started before models are built.
+        Every rank calls this.
+
+        Raises:
+            ServerRefused: a server is not the right one, or died too often.
+        """
+        sleeping = {place.number for place in self._places if place.sleeps}
+        while sleeping:
+            failures = Failures()
+            self._each([n for n in self._mine.servers if n in sleeping], self._calls.settle, failures)
+            failures = failures.shared()
+            failures.check()
+            if not failures.died:
+                return
+            self.revive(failures.died)
+
+    def call_sleepers(self, path: str) -> None:
+        """Calls the servers that share GPUs with the trainer, all at the same time (not yet run).
+
+        A dead one is found by the next update. Returns on every rank when all have answered; every rank calls this.
+
+        Raises:
+            ServerRefused: a server refuses.
+        """
+        failures, client = Failures(), self._mine.client
+        if client is not None:
+            self._each(self._mine.sleepers, lambda server: client.post_watched(server, path), failures)
+        failures.shared().check()
+
+    def revive(self, died: dict[int, str]) -> None:
+        """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
+
+        `died`: per server, why; the same on every rank. Raises ServerRefused if a server died too often.
+        """
+        failures = Failures()
+        self.deaths += len(died)
+        _make_room([self._places[n] for n in died if self._places[n].sleeps], self._mine, self._memory_share)
+        for number, why in died.items():
+            if (server := self._mine.servers.get(number)) is None:
+                continue
+            server.pushed = None
+            self._false_starts[number] = 0 if self._calls.forget(server) else self._false_starts.get(number, 0) + 1
+            if self._false_starts[number] > 1:
+                failures.refused.append(
+                    f"{why}; it died twice before it was ready, expected a server that starts: read its log"
+                )
+                continue
+            try:
+                server.restart(why)
+            except ServerRefused as refusal:
+                failures.refused.append(str(refusal))
+        failures.shared().check()
+
+    def _attempt(
+        self, stream: Callable[[], Iterable], step: int, known: str | None
+    ) -> tuple[Failures, str | None, Ended | None]:
+        """(What failed, the version that was sent, why the transfer of the group ended before its end)."""
+        failures = Failures()
+        self._each(list(self._mine.servers), self._calls.prepare, failures)
+        if failures := failures.shared():
+            return failures, None, None
+        rendezvous = self._group.meet({number: server.generation for number, server in self._mine.servers.items()})
+        if rendezvous is not None:
+            self._join(rendezvous, failures)
+            ended = first_ranks(self._group.ended())
+            failures.judge(ended, self._mine)
+            if (failures := failures.shared()) or ended is not None:
+                return failures, None, ended
+        digest, ended = first_ranks((self._send(stream(), failures), self._group.ended()))
+        failures.judge(ended, self._mine)
+        version = _version(step, str(digest))
+        if known not in (None, version):
+            failures.refused.append(
+                f"the weights are not those of version {known} any more, but of {version}; expected the same bytes "
+                "until the next update, because responses of both would be mixed: nothing may change the student "
+                "while it is sampled from"
+            )
+        if not failures.refused:
+            alive = [n for n in self._mine.servers if n not in failures.died and n not in failures.left]
+            self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
+        return failures.shared(), version, ended
+
+    def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
+        """Calls `call` for servers of this rank at the same time, and notes which of them failed."""
+        if self._mine.client is None or not numbers:
+            return
+
+        async def all_of_them() -> list:
+            calls = (call(self._mine.servers[number]) for number in numbers)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        for number, result in zip(numbers, self._mine.client.run(all_of_them()), strict=True):
+            if isinstance(result, BaseException):
+                failures.note(number, result)
+
+    def _join(self, rendezvous: Rendezvous, failures: Failures) -> None:
+        """The workers and the first rank open the group; each waits for the others."""
+        opened = self._group.open(rendezvous)
+        members = [number for number in self._mine.servers if number in rendezvous.first_ranks]
+
+        async def join(server: Server) -> None:
+            try:
+                await self._calls.join(server, rendezvous.init_info(server.number))
+            except ServerRefused as error:
+                failures.left[server.number] = str(error)
+                self._group.report(server.number, str(error))  # at once: the others wait for this one
+            except ServerDied as error:
+                self._group.report(server.number, str(error))
+                raise
+
+        self._each(members, join, failures)
+        self._group.opened(opened)
+
+    def _send(self, weights: Iterable[tuple[str, torch.Tensor]], failures: Failures) -> str | None:
+        """Sends the stream; returns its digest on the first rank, which compares it with what arrived."""
+        digest = Digest() if dist.get_rank() == 0 else None
+        of_transport: dict[str, list[int]] = {"file": [], "group": [], "ipc": []}
+        for number in self._mine.servers:
+            of_transport[self._places[number].transport].append(number)
+        self._calls.updates_begin()
+        receiving = {}
+        for number in of_transport["group"]:
+            assert self._mine.client is not None
+            receiving[number] = self._mine.client.start(self._calls.receive(self._mine.servers[number]))
+            self._group.watch(number, receiving[number])
+        if digest is None and not of_transport["file"] and self._handle_group is None:
+            for _ in weights:  # this rank takes part in making the stream, and sends nothing
+                pass
+        else:
+            self._send_buckets(weights, of_transport, digest, failures)
+        self._group.send(None)
+        for number, received in receiving.items():
+            try:
+                self._group.wait_for(self._mine.servers[number].name, received)
+            except ServerDied as error:
+                failures.note(number, error)
+            except ServerRefused as error:
+                failures.left[number] = str(error)
+        return None if digest is None else digest.value()
+
+    def _send_buckets(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        of_transport: dict[str, list[int]],
+        digest: Digest | None,
+        failures: Failures,
+    ) -> None:
+        """Sends the stream bucket by bucket; adds it to `digest`, if there is one, and checks that nothing is missing.
+
+        `of_transport`: the servers of this rank.
+        """
+        allocate = transport.shareable_room if self._handle_group is not None else transport.room
+        for bucket in transport.buckets(weights, allocate=allocate):
+            if digest is not None:
+                digest.add(bucket)
+            if of_transport["file"]:
+                self._send_file(bucket, of_transport["file"], failures)
+            if self._handle_group is not None:
+                self._send_handles(bucket, of_transport["ipc"], failures)
+            self._group.send(bucket)
+        missing = self._names - set(digest.tensors) if digest is not None else None
+        if missing:
+            failures.refused.append(
+                f"the weights to send lack {len(missing)} of {len(self._names)} tensors, such as {min(missing)}; "
+                "expected all of them"
+            )
+
+    def _send_file(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
+        assert self._mine.folder is not None
+        try:
+            path = self._mine.folder.write(bucket)
+        except ValueError as error:
+            failures.refused.append(str(error))
+            return
+        info = {"path": str(path), "entries": bucket.describe(), "bytes": len(bucket.data)}
+        self._update(servers, info, failures)
+        path.unlink()  # the workers have mapped it
+
+    def _send_handles(self, bucket: Bucket, servers: list[int], failures: Failures) -> None:
+        handles = everyones(transport.memory_handle(bucket), self._handle_group)
+        info = {"handles": dict(handles), "entries": bucket.describe(), "bytes": len(bucket.data)}
+        self._update(servers, info, failures)
+        dist.barrier(group=self._handle_group)  # the bucket's memory is used again
+
+    def _update(self, servers: list[int], info: dict[str, Any], failures: Failures) -> None:
+        alive = [number for number in servers if number not in failures.died]
+        self._each(alive, lambda server: self._calls.update(server, info), failures)
+
+
+def _version(step: int, digest: str) -> str:
+    return f"{step}-{digest}"
+
+
+def digest_in(version: str) -> str:
+    """The digest of the weights that have a version."""
+    return version.partition("-")[2]
+
+
+def _make_room(places: list[Place], mine: Controlled, share: float) -> None:
+    """Frees the GPUs that servers share with the trainer: a server that starts measures what is free.
+
+    No rank computes now. Raises ServerRefused if a GPU has less than `share`: the server would end again and again.
+    """
+    if not places:
+        return
+    for place in places:
+        if place.number in mine.servers:
+            mine.servers[place.number].close()
+    transport.release()
+    for problem in transport.lacking(places, share):
+        raise ServerRefused(problem)
