@@ -124,7 +124,6 @@ def _parts(results: Results) -> list[str]:
 
 def lagged(results: Results) -> str:
     """KL(s|t) and the share solved of every loss with and without lags, at the best rate that ran at all lags."""
-    measures = slice(1, None)
     rows = []
     arms = [each["arm"] for each in runs_of(results, steps=STEPS)]
     methods = {(arm["loss"], arm["tokens"]) for arm in arms if arm["lag"]}
@@ -139,9 +138,9 @@ def lagged(results: Results) -> str:
             change = _differences(run, runs[0]) if lag else [""] * len(MEASURES)
             label = loss if tokens == WHOLE else f"{loss}, {tokens}"
             if lag or not loss.endswith("corrected"):
-                cells = [*_means(run)[measures], *change[measures]]
+                cells = [*_means(run)[1:], *change[1:]]
                 rows.append([label, str(lag), f"{run['arm']['rate']:g}", *cells])
-    headings = [heading for heading, *_ in MEASURES[measures]]
+    headings = [heading for heading, *_ in MEASURES[1:]]
     return _table(["loss", "lag", "rate", *headings, *(f"{heading}: minus lag 0" for heading in headings)], rows)
 
 

@@ -84,4 +84,4 @@ def test_policies_differ_more_the_longer_the_response(case) -> None:
 
 def test_the_documents_have_the_tables_of_the_result() -> None:
     for table in staleness.tables(json.loads(staleness.RESULT.read_text())).split("\n\n"):
-        assert table in PAGE.read_text(), f"docs/results_rollouts.md lacks this table of `python -m studies.staleness`:\n{table}"
+        assert table in PAGE.read_text(), f"docs/results_rollouts.md lacks a table of `studies.staleness`:\n{table}"
