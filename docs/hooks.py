@@ -87,7 +87,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{file}{anchor})" if config.repo_url else text
 
     fenced = False
-    lines = []
+    lines: list[str] = []
     for line in PICTURE.sub("``` {.text .no-copy}\\1", markdown).split("\n"):
         fenced ^= line.startswith("```")
         if not fenced:
