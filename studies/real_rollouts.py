@@ -13,7 +13,7 @@ the pruned one ends nearly all of its responses after 4 tokens.
 
 `studies/real_rollout_measure.py` measures the students on the teacher's responses to held-out prompts. The small JSON
 of each finished run is written to studies/results/real_rollouts/ and is not run again; an unfinished one goes on from
-its last checkpoint. `studies/real_rollout_tables.py` makes the tables, docs/results.md says what follows.
+its last checkpoint. `studies/real_rollout_tables.py` makes the tables, docs/results_smollm2.md says what follows.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 The teacher is SmolLM2-135M-Instruct; students are 20 of its 30 layers, or its weights rounded to 2 bits. A run is
 `nemo-oprd train` on 30 x 8 responses of at most 48 tokens, in one process with one thread, and then `nemo-oprd compare`
 on held-out prompts. The small JSON of each finished run is written to studies/results/real_study/ and is not run
-again, so another machine goes on where one stopped. `docs/results.md` says what follows from the tables.
+again, so another machine goes on where one stopped. `docs/results_smollm2.md` says what follows from the tables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nemo_oprd.models import read_model_spec
 from nemo_oprd.setup.resolve import resolve_models
 from studies.real_arms import RATES, SEARCHED, SEEDS, Arm, changes, is_hidden, on_student, seeds, sweep
 from studies.real_models import HELDOUT, ROOT, STUDENTS, TRAIN, kept_layers, layer_map, make_models
-from studies.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, distance, line, read_results, tables
+from studies.real_tables import RESULTS, TEACHER_RESPONSES, best_runs, details, distance, line, read_results, tables
 
 RESPONSES, NEW_TOKENS = 8, 48
 PROMPT_TOKENS = 48  # of an average prompt of examples/real_model in the chat template
@@ -345,7 +345,7 @@ def main() -> None:
         for arms in stages():
             wanted = [arm for arm in arms if not options.only or any(text in arm.name for text in options.only)]
             run_all(study, wanted, options.jobs)
-    print(tables(read_results()))
+    print(f"{tables(read_results())}\n\n{details(read_results())}")
 
 
 if __name__ == "__main__":

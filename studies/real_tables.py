@@ -176,8 +176,9 @@ def _both(measured: Measured) -> str:
     return " / ".join(f"{value(measured, reported):.2f}" for _, value in COLUMNS[:2])
 
 
-def against_table(results: Results, student: str, base: str) -> str:
-    """The difference of every loss from `base`, each at its best rate, with intervals."""
+def against_mse_table(results: Results, student: str) -> str:
+    """The difference of every loss from mse, each at its best rate, with intervals."""
+    base = "mse"
     best = best_runs(results, student)
     if base not in best:
         return ""
@@ -263,12 +264,19 @@ def _seeds(results: Results, student: str) -> dict[str, dict[int, Measured]]:
 
 
 def tables(results: Results) -> str:
-    """All tables in Markdown."""
-    parts = []
-    if "pruned-start" in results:
-        losses = (best_table, rates_table, seeds_table, against_seeds_table)
-        made = (*losses, changes_table, against_base_table, cost_table)
-        parts += [table(results, "pruned") for table in made] + [against_table(results, "pruned", "mse")]
-    if "quantised-start" in results:
-        parts += [table(results, "quantised") for table in (runs_table, cost_table)]
+    """The tables of docs/results_smollm2.md."""
+    pruned = (best_table, against_seeds_table, against_base_table)
+    return _joined(results, {"pruned": pruned, "quantised": (runs_table,)})
+
+
+def details(results: Results) -> str:
+    """The tables that only the command prints."""
+    pruned = (rates_table, seeds_table, changes_table, cost_table, against_mse_table)
+    return _joined(results, {"pruned": pruned, "quantised": (cost_table,)})
+
+
+def _joined(results: Results, made: dict[str, tuple[Callable[[Results, str], str], ...]]) -> str:
+    """Tables in Markdown of the students whose distance before training was measured."""
+    students = [student for student in made if f"{student}-start" in results]
+    parts = (table(results, student) for student in students for table in made[student])
     return "\n\n".join(part for part in parts if part)

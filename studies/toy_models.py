@@ -22,7 +22,7 @@ SOLUTION_PROMPT = "{hint}={prompt}"
 DONE = "models.json"
 CHECK_EVERY, REQUIRED_ACCURACY = 5, 0.4  # of greedy decoding; the accuracy at T = 0.7 is somewhat lower
 MODULUS = 10**task.COLUMNS
-# Of the students that docs/results.md and docs/theory.md measure; the quickstart's pair is wider (`make_pair`).
+# Of the students that docs/results_toy.md and docs/theory.md measure; the quickstart's pair is wider (`make_pair`).
 PAIR_WIDTH = 96
 
 

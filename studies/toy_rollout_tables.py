@@ -123,7 +123,7 @@ def _parts(results: Results) -> list[str]:
 
 
 def lagged(results: Results) -> str:
-    """Every loss with and without lags, each run at the best of the rates that ran at all of its lags."""
+    """KL(s|t) and the share solved of every loss with and without lags, at the best rate that ran at all lags."""
     rows = []
     arms = [each["arm"] for each in runs_of(results, steps=STEPS)]
     methods = {(arm["loss"], arm["tokens"]) for arm in arms if arm["lag"]}
@@ -138,8 +138,9 @@ def lagged(results: Results) -> str:
             change = _differences(run, runs[0]) if lag else [""] * len(MEASURES)
             label = loss if tokens == WHOLE else f"{loss}, {tokens}"
             if lag or not loss.endswith("corrected"):
-                rows.append([label, str(lag), f"{run['arm']['rate']:g}", *_means(run), *change])
-    headings = [heading for heading, *_ in MEASURES]
+                cells = [*_means(run)[1:], *change[1:]]
+                rows.append([label, str(lag), f"{run['arm']['rate']:g}", *cells])
+    headings = [heading for heading, *_ in MEASURES[1:]]
     return _table(["loss", "lag", "rate", *headings, *(f"{heading}: minus lag 0" for heading in headings)], rows)
 
 
@@ -210,5 +211,10 @@ def rates(results: Results) -> str:
 
 
 def tables(results: Results) -> str:
-    """All tables in Markdown."""
-    return "\n\n".join(table(results) for table in (beginnings, against_whole, lagged, seeds, rates))
+    """The tables of docs/results_rollouts.md."""
+    return "\n\n".join(table(results) for table in (beginnings, lagged, seeds))
+
+
+def details(results: Results) -> str:
+    """The tables that only the command prints."""
+    return "\n\n".join(table(results) for table in (against_whole, rates))

@@ -7,7 +7,7 @@ A run is `nemo-oprd train` in one process with one thread on a pair of `studies/
 or `rollout.max_lag`; the in-process engine samples after the same weights as servers would. Each student is measured on
 held-out problems: both divergences from the teacher on the teacher's whole responses, exactly and by position, and the
 share of problems that it solves. The small JSON of each finished run is written to studies/results/toy_rollouts/ and is
-not run again. `studies/toy_rollout_tables.py` makes the tables, docs/results.md says what follows from them.
+not run again. `studies/toy_rollout_tables.py` makes the tables, docs/results_rollouts.md says what follows from them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.setup.resolve import resolve_models
 from studies.real_study import write_json
 from studies.toy_models import PAIR_WIDTH
-from studies.toy_rollout_tables import RESULTS, SEED, SEEDS, STEPS, read_results, tables
+from studies.toy_rollout_tables import RESULTS, SEED, SEEDS, STEPS, details, read_results, tables
 from studies.toy_study import run_command
 
 RESPONSES, WHOLE = 64, 30  # a right response has 29 or 30 tokens
@@ -273,7 +273,7 @@ def main() -> None:
         for arms in stages(study):
             wanted = [arm for arm in arms if not options.only or any(text in arm.name for text in options.only)]
             run_all(study, wanted, options.jobs)
-    print(tables(read_results()))
+    print(f"{tables(read_results())}\n\n{details(read_results())}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's commands, as written, in a copy of the project: a newcomer's path from the two commands on.
+"""The commands of README.md and docs/features.md, as written, in a copy of the project: a newcomer's path.
 
 The copy gets a tiny model pair in place of the toy pair (a minute of training) and a stand-in for `.venv` (this
 process's environment is already the right one); everything else is what a user runs. Two commands run at a time: a
@@ -30,7 +30,7 @@ from pool import Pools
 Completed = subprocess.CompletedProcess[str]
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
-MY_MODELS = (ROOT / "docs" / "my_models.md").read_text()
+FEATURES, MY_MODELS = ((ROOT / "docs" / name).read_text() for name in ("features.md", "my_models.md"))
 
 
 def blocks(kind: str, document: str) -> list[str]:
@@ -42,10 +42,9 @@ def commands(document: str) -> list[str]:
     return [line.strip() for block in blocks("bash", document) for line in block.splitlines() if line.strip()]
 
 
-COMMANDS = commands(README)
-# run elsewhere: the test command is what runs this file; sbatch has tests/e2e/test_slurm.py, and the real model has
-# tests/e2e/test_real_model.py
-ELSEWHERE = ("bash scripts/test.sh", "bash scripts/real_model.sh", "sbatch ")
+COMMANDS = commands(README) + commands(FEATURES)
+# run elsewhere: the test command is what runs this file; sbatch has tests/e2e/test_slurm.py
+ELSEWHERE = ("bash scripts/test.sh", "sbatch ")
 WITH_VLLM = [command for command in COMMANDS if "rollout.engine=vllm" in command and not command.startswith(ELSEWHERE)]
 QUICKSTART, *OTHERS = [
     command for command in COMMANDS if not command.startswith(ELSEWHERE) and command not in WITH_VLLM
@@ -94,7 +93,7 @@ def make_project(copy: Path, hidden: int) -> None:
 
 @pytest.fixture(scope="module")
 def running(project: Path, pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
-    """What all commands print, begun in the README's order."""
+    """What all commands print, begun in the order of the pages."""
     begun: dict[str, Future[str]] = {}
     logs = tmp_path_factory.mktemp("logs")
 
@@ -251,7 +250,7 @@ def test_quickstart_refuses_a_pair_of_another_version(project: Path, tmp_path: P
 
 @pytest.mark.parametrize("command", OTHERS)
 def test_command(running: dict[str, Future[str]], command: str) -> None:
-    """Every other command of the README, after those whose output it reads."""
+    """Every other command of the two pages, after those whose output it reads."""
     printed = running[command].result()
     if "doctor" in command:
         assert printed.splitlines()[-1].startswith("0 wrong"), printed

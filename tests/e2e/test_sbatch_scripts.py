@@ -331,10 +331,11 @@ def test_every_sbatch_script_leaves_it_to_one_file() -> None:
 
 
 def test_the_page_has_every_configuration() -> None:
-    """docs/cluster.md starts each file of conf/, and the table of the README names each that is a run."""
+    """docs/cluster.md starts each file of conf/, and the table of docs/features.md names each that is a run."""
     assert {name for name in LAUNCHED if "scripts/" in LAUNCHED[name] or "srun" in LAUNCHED[name]} == CONFIGURATIONS
     assert len(SUBMITTED) == len(CONFIGURATIONS) - len(("quickstart", "real_model", "verify"))
-    table = (ROOT / "README.md").read_text().partition("| configuration | objective |")[2].partition("\n\n")[0]
+    page = (ROOT / "docs" / "features.md").read_text()
+    table = page.partition("| configuration | objective |")[2].partition("\n\n")[0]
     named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])]
     assert sorted(named) == sorted(CONFIGURATIONS - {"verify"})
 

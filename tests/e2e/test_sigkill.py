@@ -53,7 +53,7 @@ def test_models_with_experts_end_as_if_never_killed(run: Callable[..., str]) -> 
 
 @pytest.mark.slow
 def test_killed_once_in_every_phase(run: Callable[..., str]) -> None:
-    """As many kills as the recorded run of docs/results.md, in fewer steps."""
+    """As many kills as the recorded run of docs/results_system.md, in fewer steps."""
     said = run(kills=20, steps=16, seed=1)
     assert {phase.name for phase in PHASES if f" {phase.name} " in said} == {phase.name for phase in PHASES}
 

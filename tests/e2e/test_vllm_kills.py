@@ -1,6 +1,6 @@
 """Deaths of a vLLM server's processes: what the run does about them, and what they leave.
 
-The whole matrix of processes and phases is `python -m benchmarks.sigkill --engine vllm` (docs/results.md).
+The whole matrix of processes and phases is `python -m benchmarks.sigkill --engine vllm` (docs/results_system.md).
 """
 
 from __future__ import annotations

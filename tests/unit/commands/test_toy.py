@@ -387,7 +387,7 @@ def test_width_of_the_quickstart(recipes, tmp_path):
 
 
 def test_published_results_keep_their_width(recipes, tmp_path, monkeypatch):
-    """docs/results.md and docs/theory.md measure pairs of width 96, which is not the default."""
+    """docs/results_toy.md and docs/theory.md measure pairs of width 96, which is not the default."""
     Study("objectives", tmp_path)._models(1)
     assert recipes == [pair.Recipe(seed=1, steps=400, student_step=None, layers=4, hidden=96)]
     monkeypatch.setattr(sys, "argv", ["theory", "--output", str(tmp_path)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from nemo_oprd.bridge.artifact import load_bridge
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.evaluation.files import read_lines
 from nemo_oprd.losses.representation import mse
-from studies import real_study, real_tables
+from studies import real_rollout_tables, real_study, real_tables
 from studies.real_arms import LOSSES, RATES, SEARCHED, Arm, changes, is_hidden, on_student, seeds, sweep
 from studies.real_bridges import MAPS, teacher_moments, write_bridge
 from studies.real_gradients import injected
@@ -24,6 +25,7 @@ from studies.real_models import layer_map
 
 ROOT = Path(__file__).parents[3]
 RESULTS = real_tables.read_results()
+PAGE = ROOT / "docs" / "results_smollm2.md"
 
 
 def measured(forward: list[float], tokens: list[int] | None = None) -> dict[str, dict[str, list[float]]]:
@@ -235,6 +237,15 @@ def test_results_are_small_and_name_nothing_of_the_machine() -> None:
 
 
 def test_the_documents_have_the_tables_of_the_results() -> None:
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = PAGE.read_text()
     for table in real_tables.tables(RESULTS).split("\n\n"):
-        assert table in page, f"docs/results.md lacks this table of `python -m studies.real_study table`:\n{table}"
+        assert table in page, f"docs/results_smollm2.md lacks a table of `studies.real_study table`:\n{table}"
+
+
+def test_the_intervals_of_the_page_are_those_of_the_tables() -> None:
+    """Also those in its sentences, from tables that only the commands print."""
+    pattern = r"[-+][\d.]+ \[[-+][\d.]+, [-+][\d.]+\]"
+    printed = real_tables.tables(RESULTS) + real_tables.details(RESULTS)
+    known = re.findall(pattern, printed + real_rollout_tables.tables(real_rollout_tables.read_results()))
+    found = re.findall(pattern, " ".join(PAGE.read_text().split()))
+    assert len(found) > 50 and not set(found) - set(known)

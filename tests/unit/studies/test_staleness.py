@@ -11,7 +11,7 @@ import torch
 from studies import staleness
 from studies.staleness import LAG, LOSSES, TOKENS, Gradients, Policy
 
-PAGE = Path(__file__).parents[3] / "docs" / "results.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results_rollouts.md"
 
 
 @pytest.fixture(scope="module", params=[100])
@@ -84,4 +84,4 @@ def test_policies_differ_more_the_longer_the_response(case) -> None:
 
 def test_the_documents_have_the_tables_of_the_result() -> None:
     for table in staleness.tables(json.loads(staleness.RESULT.read_text())).split("\n\n"):
-        assert table in PAGE.read_text(), f"docs/results.md lacks this table of `python -m studies.staleness`:\n{table}"
+        assert table in PAGE.read_text(), f"docs/results_rollouts.md lacks a table of `studies.staleness`:\n{table}"

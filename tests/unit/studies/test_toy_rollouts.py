@@ -23,7 +23,7 @@ from studies import recording_engine, toy_rollout_tables, toy_rollouts
 from studies.toy_rollouts import LOSSES, Arm
 
 RESULTS = toy_rollout_tables.read_results()
-PAGE = Path(__file__).parents[3] / "docs" / "results.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results_rollouts.md"
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -93,5 +93,5 @@ def test_results_are_those_of_their_arms() -> None:
 def test_the_documents_have_the_tables_of_the_results() -> None:
     for table in toy_rollout_tables.tables(RESULTS).split("\n\n"):
         assert table in PAGE.read_text(), (
-            f"docs/results.md lacks a table of `python -m studies.toy_rollouts table`:\n{table}"
+            f"docs/results_rollouts.md lacks a table of `python -m studies.toy_rollouts table`:\n{table}"
         )
