@@ -1,6 +1,7 @@
 """What MkDocs needs to show these pages, which are also read in the repository (mkdocs.yml names this file).
 
 - README.md, CONTRIBUTING.md and CHANGELOG.md, which lie beside docs/, become pages.
+- docs/errors.json becomes the page "Error messages", on which the search finds each message under a heading of its own.
 - A link to a file that is not a page becomes a link into the repository, or text where `repo_url` is not set. A file
   that is not there is a warning, which fails `mkdocs build --strict`.
 - Lists are indented by the width of their marker, as on GitHub; Python-Markdown wants four spaces, and an empty line
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import html
+import json
 import logging
 import posixpath
 import re
@@ -27,6 +29,15 @@ from mkdocs.structure.pages import Page
 # the longest word of code in a table that is never broken, such as `student.hf_path`
 UNBROKEN = 20
 BESIDE_DOCS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+# the page of docs/errors.json, which has no file of its own
+ERRORS = "errors.md"
+ABOUT_ERRORS = """# What is wrong, and what the program says
+
+The program says each of these in one line `error: ...` on stderr, from one rank, and ends with status 2: before it
+joins a process group or builds a model, and without making or changing the output directory. Search for the words of a
+line. `DIR` is the directory of the inputs; `...` stands for words of a library. `NEMO_OPRD_TRACEBACK=1` shows the
+traceback instead.
+"""
 PICTURE = re.compile(r"^```(\n(?:(?!```).*\n)*?.*[│┌└┬].*\n(?:(?!```).*\n)*```)$", flags=re.MULTILINE)
 ITEM = re.compile(r"([-*]|\d+\.) ")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
@@ -38,15 +49,29 @@ log = logging.getLogger("mkdocs.hooks.docs")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages whose files lie beside docs/."""
+    """Adds the pages whose files lie beside docs/, and the one of docs/errors.json."""
     for source, page in BESIDE_DOCS.items():
         files.append(File.generated(config, page, abs_src_path=str(_root(config) / source)))
+    messages = json.loads((_root(config) / "docs" / "errors.json").read_text())
+    files.append(File.generated(config, ERRORS, content=errors_page(messages)))
     return files
+
+
+def errors_page(messages: dict[str, dict[str, str]]) -> str:
+    """Returns the Markdown of the page of messages, from the groups of docs/errors.json."""
+    lines: list[str] = [ABOUT_ERRORS]
+    for group, said in messages.items():
+        lines.append(f"## {group}\n")
+        for entered, message in said.items():
+            lines.append(f"### {entered}\n\n" + (f"`` {message} ``" if "`" in message else f"`{message}`") + "\n")
+    return "\n".join(lines)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page's text with the links and the lists of the site; fenced blocks that begin a line stay as they are."""
     uri = page.file.src_uri
+    if uri == ERRORS:
+        return markdown
     source = next((file for file, name in BESIDE_DOCS.items() if name == uri), f"docs/{uri}")
 
     def site_link(link: re.Match[str]) -> str:
@@ -54,7 +79,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if ":" in target:
             return link[0]
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        on_site = BESIDE_DOCS.get(file, file.removeprefix("docs/"))
+        on_site = ERRORS if file == "docs/errors.json" else BESIDE_DOCS.get(file, file.removeprefix("docs/"))
         if files.get_file_from_path(on_site):
             return f"{image}[{text}]({on_site}{anchor})"
         if not (_root(config) / file).exists():
@@ -62,7 +87,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{file}{anchor})" if config.repo_url else text
 
     fenced = False
-    lines = []
+    lines: list[str] = []
     for line in PICTURE.sub("``` {.text .no-copy}\\1", markdown).split("\n"):
         fenced ^= line.startswith("```")
         if not fenced:
@@ -73,8 +98,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "\n".join(lines)
 
 
-def on_page_content(content: str, **_: object) -> str:
-    """The page's HTML with its formulas as MathML, and with the places where code in tables may break."""
+def on_page_content(content: str, page: Page, **_: object) -> str:
+    """The page's HTML with its formulas as MathML, and with the places where code in tables may break.
+
+    The table of contents of the messages ends at their groups.
+    """
+    if page.file.src_uri == ERRORS:
+        for title in page.toc:
+            for group in title.children:
+                group.children.clear()
 
     def mathml(formula: re.Match[str]) -> str:
         return convert(html.unescape(formula[2]).strip(), display="block" if formula[1] == "div" else "inline")

@@ -119,7 +119,7 @@ def cut(file: Path, keep: int) -> None:
 
 
 class Category:
-    """Cases of one section of docs/errors.md, in their order.
+    """Cases of one group of docs/errors.json, in their order.
 
     Args:
         title: the section's.

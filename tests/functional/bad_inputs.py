@@ -1,4 +1,4 @@
-"""Runs the bad inputs of bad_input_cases/ and writes what the program says: `docs/errors.md`.
+"""Runs the bad inputs of bad_input_cases/ and writes what the program says: `docs/errors.json`, a page of the site.
 
     python tests/functional/bad_inputs.py --write
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from nemo_oprd.cli import main
 from nemo_oprd.config.loading import default_config_dir
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "errors.md"
+DOCUMENT = ROOT / "docs" / "errors.json"
 STARTED = "something expensive had started"
 
 
@@ -111,23 +112,13 @@ def readable(case: Case, message: str, place: Place) -> str:
 
 
 def document(messages: dict[str, str]) -> str:
-    """docs/errors.md from the messages of all cases."""
-    lines = [
-        "# What is wrong, and what the program says",
-        "",
-        "Every line was produced by its case (`python tests/functional/bad_inputs.py --write`), and a test compares.",
-        "One rank prints one line `error: ...` on stderr and the program ends with status 2, before a process group is",
-        "joined or a model is built, and without making or changing the output directory. `DIR` is where the inputs",
-        "lie; `...` are words of a library. `NEMO_OPRD_TRACEBACK=1` shows the traceback instead.",
-    ]
-    for category in dict.fromkeys(case.category for case in CASES):
-        lines += ["", f"## {category}", "", "| input | message |", "|---|---|"]
-        for case in CASES:
-            if case.category == category:
-                text = messages[case.name].replace("|", "\\|")
-                code = f"`` {text} ``" if "`" in text else f"`{text}`"
-                lines.append(f"| {case.what} | {code} |")
-    return "\n".join(lines) + "\n"
+    """Returns docs/errors.json from the messages of all cases: what is entered, and the line after `error: `."""
+    groups: dict[str, dict[str, str]] = {}
+    for case in CASES:
+        group = groups.setdefault(case.category, {})
+        assert case.what not in group, case.what
+        group[case.what] = messages[case.name]
+    return json.dumps(groups, indent=1, ensure_ascii=False) + "\n"
 
 
 def fresh(good: Place, root: Path) -> Place:
@@ -139,7 +130,7 @@ def fresh(good: Place, root: Path) -> Place:
 def main_write() -> None:
     """Runs all cases and writes the document."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/errors.md instead of printing it")
+    parser.add_argument("--write", action="store_true", help="write docs/errors.json instead of printing it")
     options = parser.parse_args()
     messages = {}
     with tempfile.TemporaryDirectory() as directory:

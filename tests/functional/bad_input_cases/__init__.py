@@ -1,4 +1,4 @@
-"""All bad inputs, in the order of docs/errors.md."""
+"""All bad inputs, in the order of docs/errors.json."""
 
 from __future__ import annotations
 
