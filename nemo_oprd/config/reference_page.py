@@ -22,7 +22,7 @@ Every key of a configuration: its type, its default, its meaning, and the files 
 made from the schema that the program checks against. A key is set in a YAML file or on the command line
 (`train.lr=1e-4`), where a key of text takes any text as it stands, and lists and groups follow Hydra's syntax
 (`"data.train=['a b.jsonl',c.jsonl]"`). In paths, `~` is the user's home directory. A violated rule between keys is an
-error that names the keys ([errors.md](errors.md))."""
+error that names the keys ([errors.json](errors.json))."""
 
 
 def type_name(hint: Any) -> str:
