@@ -201,7 +201,16 @@ def make_rows(
     from_end = np.array([one.total for one in chosen], dtype=np.int64)[response] - 1 - from_start
     teacher_position = np.concatenate([one.teacher_position for one in chosen])
     position_in_student = starts[response] + token - shift
-    return TokenTable(response, position_in_student, teacher_position, token, from_start, from_end, weight, active)
+    return TokenTable(
+        response,
+        position_in_student,
+        teacher_position=teacher_position,
+        token=token,
+        from_start=from_start,
+        from_end=from_end,
+        weight=weight,
+        num_responses=active,
+    )
 
 
 # Bins of token numbers, over which cosines are averaged by position in the response (the paper's position figure).

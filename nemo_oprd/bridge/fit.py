@@ -198,7 +198,16 @@ def evaluated(
     signal_R, error_R = projection_error(statistics.moments[TEST], projection)
     train, selection, test = (moments.count for moments in statistics.moments)
     rows = train, selection, test
-    return PairFit(statistics.pair, projection, eigenvalues_Dt, penalty_R, signal_R, error_R, rows, center_student)
+    return PairFit(
+        statistics.pair,
+        projection,
+        eigenvalues_Dt=eigenvalues_Dt,
+        penalty_R=penalty_R,
+        signal_R=signal_R,
+        error_R=error_R,
+        rows=rows,
+        center_student=center_student,
+    )
 
 
 def projection_error(moments: Moments, projection: Projection) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,16 +81,16 @@ class ParallelConfig:
         return Layout(
             self.tensor,
             self.context,
-            ranks // needed,
-            self.pipeline,
-            self.virtual_pipeline,
-            self.sequence and self.tensor > 1,
-            first_rank,
-            self.first_stage_layers,
-            self.last_stage_layers,
-            self.expert,
-            self.expert_tensor,
-            self.dispatcher,
+            data=ranks // needed,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual_pipeline,
+            sequence=self.sequence and self.tensor > 1,
+            first_rank=first_rank,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            dispatcher=self.dispatcher,
         )
 
 

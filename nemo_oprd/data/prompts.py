@@ -172,12 +172,12 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     return Prompt(
         messages,
         _answer(row),
-        source or default_source,
-        index,
-        hint.strip() or None,
-        _label(row, SUBJECT_FIELDS) or _subject_of_math(row.get("id")),
-        _label(row, LEVEL_FIELDS),
-        tools,
+        data_source=source or default_source,
+        index=index,
+        hint=hint.strip() or None,
+        subject=_label(row, SUBJECT_FIELDS) or _subject_of_math(row.get("id")),
+        level=_label(row, LEVEL_FIELDS),
+        tools=tools,
     )
 
 

@@ -172,7 +172,16 @@ def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTab
     position = np.array(prompts, np.int64)[response] + token - 1
     from_end = np.array(lengths, np.int64)[response] - 1 - token
     weight = np.full(len(token), 1 / max(1, len(token)))
-    return TokenTable(response, position, position, token, token, from_end, weight, sum(map(bool, map(len, tokens))))
+    return TokenTable(
+        response,
+        position,
+        teacher_position=position,
+        token=token,
+        from_start=token,
+        from_end=from_end,
+        weight=weight,
+        num_responses=sum(map(bool, map(len, tokens))),
+    )
 
 
 @torch.no_grad()

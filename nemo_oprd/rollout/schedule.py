@@ -168,7 +168,15 @@ class Schedule:
         for step in [step for step in steps if step not in sampled]:
             requests, params = self.requests(step), training_sampling(self.config, step)
             places = [(step, i) for i in range(len(requests))]
-            made = Portion(step, requests, params, places, max(0, step - lag), step == done, step == done + lag)
+            made = Portion(
+                step,
+                requests,
+                params=params,
+                places=places,
+                weights=max(0, step - lag),
+                urgent=step == done,
+                last=step == done + lag,
+            )
             portions.append(made)
         return portions
 

@@ -123,7 +123,15 @@ def read_run(path: Path, name: str) -> Run:
     metrics = {metric: dict(sorted(series.items())) for metric, series in metrics.items()}
     kept = [(span, path / span.file) for span in spans(path)]  # the user may have removed a file
     history = tuple((span.after, span.file, read_config(file) if file.is_file() else {}) for span, file in kept)
-    return Run(name, path, read_config(config), metrics, max(times) - min(times), cut_line, history)
+    return Run(
+        name,
+        path,
+        config=read_config(config),
+        metrics=metrics,
+        seconds=max(times) - min(times),
+        cut_line=cut_line,
+        history=history,
+    )
 
 
 def short_names(paths: list[Path]) -> list[str]:

@@ -293,7 +293,14 @@ def _assemble(
     decoder = None if data.recorded is not None else files.student.tokenizer
     recorder = StepRecorder(config, plan.run.models.routing, log, decoder)
     checkpointer = Checkpointer(
-        config.train, checkpoints, student, directory, signals, skipped, first_step, recorder.finish
+        config.train,
+        checkpoints,
+        student=student,
+        source=directory,
+        signals=signals,
+        skipped_in_a_row=skipped,
+        saved=first_step,
+        before_save=recorder.finish,
     )
     teacher = files.teachers[0]
     models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
@@ -313,17 +320,27 @@ def _assemble(
     return TrainingRun(
         config,
         distiller,
-        engine,
-        sampler,
-        SamplingCheck(config, files.sampled_ids),
-        recorder,
-        Validation(config, data.evaluator, engine, models, log, checkpoints, first_step, signals, sampler.beside),
-        checkpointer,
-        log,
-        timeline,
-        first_step,
-        files,
-        data.evaluator,
+        engine=engine,
+        sampler=sampler,
+        sampling_check=SamplingCheck(config, files.sampled_ids),
+        recorder=recorder,
+        validation=Validation(
+            config,
+            data.evaluator,
+            engine=engine,
+            models=models,
+            log=log,
+            checkpoints=checkpoints,
+            first_step=first_step,
+            signals=signals,
+            beside=sampler.beside,
+        ),
+        checkpointer=checkpointer,
+        log=log,
+        timeline=timeline,
+        first_step=first_step,
+        files=files,
+        evaluator=data.evaluator,
     )
 
 

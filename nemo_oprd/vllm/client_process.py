@@ -106,7 +106,15 @@ class RoundSummary:
     def of(mine: Round, cancelled: bool) -> RoundSummary:
         """Of one rank, which was told to cancel, or not."""
         served = {number: (mine.waited_s, mine.waited_s + seconds) for number, seconds in mine.busy_s.items()}
-        return RoundSummary({*mine.sampled}, mine.died, mine.error, mine.busy_s, served, mine.lost, cancelled)
+        return RoundSummary(
+            {*mine.sampled},
+            mine.died,
+            error=mine.error,
+            busy_s=mine.busy_s,
+            served_s=served,
+            lost=mine.lost,
+            cancelled=cancelled,
+        )
 
     @staticmethod
     def joined(parts: list[RoundSummary]) -> RoundSummary:
@@ -114,11 +122,11 @@ class RoundSummary:
         return RoundSummary(
             {i for part in parts for i in part.sampled},
             {number: why for part in parts for number, why in part.died.items()},
-            next((part.error for part in parts if part.error is not None), None),
-            {number: seconds for part in parts for number, seconds in part.busy_s.items()},
-            {number: seconds for part in parts for number, seconds in part.served_s.items()},
-            [how for part in parts for how in part.lost],
-            any(part.cancelled for part in parts),
+            error=next((part.error for part in parts if part.error is not None), None),
+            busy_s={number: seconds for part in parts for number, seconds in part.busy_s.items()},
+            served_s={number: seconds for part in parts for number, seconds in part.served_s.items()},
+            lost=[how for part in parts for how in part.lost],
+            cancelled=any(part.cancelled for part in parts),
         )
 
 

@@ -89,7 +89,15 @@ class VllmEngine(Generates):
             limits = patience, self._settings.request_timeout
             calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, *limits)
             share = self._settings.memory_share
-            self._push = WeightPush(self._places, self._mine, calls, names, device(), students, share)
+            self._push = WeightPush(
+                self._places,
+                self._mine,
+                calls=calls,
+                names=names,
+                device=device(),
+                students=students,
+                memory_share=share,
+            )
             self._push.settle()
         except BaseException:
             self.close()

@@ -114,7 +114,9 @@ class WeightGroup:
         # whoever reaches the store can still list its keys; see docs/security.md
         prefix = f"weights/{secrets.token_hex(16)}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        return Rendezvous(key, self._host, self._store.port, prefix, size, backend, first_ranks)
+        return Rendezvous(
+            key, self._host, port=self._store.port, prefix=prefix, size=size, backend=backend, first_ranks=first_ranks
+        )
 
     def open(self, meeting: Rendezvous) -> Future | None:
         """Begins to open the group; the others must join meanwhile. None on ranks that are not in it."""

@@ -1,7 +1,7 @@
 """Counts modules, lines and modules with one importer of each room: `python tests/support/house_counts.py` prints them.
 
-With `--write` they become those that tests/unit/repository/test_house.py compares with: counts may fall freely, and rise
-with the commit of a feature, which shows in this file what the feature costs.
+With `--write` they become those that tests/unit/repository/test_house.py compares with. Counts may fall freely; they
+rise in the commit of a feature, which thereby shows what it costs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def counts() -> dict[str, dict[str, int]]:
     rooms: dict[str, dict[str, int]] = {}
     for name, file in files.items():
         inside = file.relative_to(PACKAGE).parts
-        room = rooms.setdefault(inside[0] if len(inside) > 1 else ".", dict(modules=0, lines=0, one_importer=0))
+        room = rooms.setdefault(inside[0] if len(inside) > 1 else ".", {"modules": 0, "lines": 0, "one_importer": 0})
         room["modules"] += 1
         room["lines"] += file.read_text().count("\n")
         room["one_importer"] += file.name != "__init__.py" and len(importers[name]) == 1

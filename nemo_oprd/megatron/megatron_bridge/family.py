@@ -169,16 +169,16 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
         parts["experts"] = Experts(
             provider.num_moe_experts,
             provider.moe_router_topk,
-            provider.moe_ffn_hidden_size,
-            normalized,
-            tuple(map(bool, sparse)),
-            score,
-            provider.moe_router_num_groups or 1,
-            provider.moe_router_group_topk or 1,
-            float(provider.moe_router_topk_scaling_factor or 1.0),
-            provider.moe_shared_expert_intermediate_size or 0,
-            bool(provider.add_bias_linear),
-            bool(getattr(provider, "moe_shared_expert_gate", False)),
+            ffn_size=provider.moe_ffn_hidden_size,
+            normalized=normalized,
+            sparse=tuple(map(bool, sparse)),
+            score=score,
+            groups=provider.moe_router_num_groups or 1,
+            chosen_groups=provider.moe_router_group_topk or 1,
+            scale=float(provider.moe_router_topk_scaling_factor or 1.0),
+            shared_ffn_size=provider.moe_shared_expert_intermediate_size or 0,
+            biases=bool(provider.add_bias_linear),
+            shared_gate=bool(getattr(provider, "moe_shared_expert_gate", False)),
         )
     return parts
 
@@ -217,7 +217,7 @@ def _bridge_model(text: str) -> BridgeModel:
     stored = {*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name.endswith(_BIAS))}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
     mappings = translate(bridge._model_bridge.mapping_registry(), provider, shapes)
-    return BridgeModel(provider, complete, rope, shapes, latent, mappings, local)
+    return BridgeModel(provider, complete, rope=rope, shapes=shapes, latent=latent, mappings=mappings, local_rope=local)
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:

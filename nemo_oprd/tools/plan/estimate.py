@@ -213,21 +213,26 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     return Estimate(
         mean,
         work,
-        cluster,
-        student,
-        teacher,
-        tuple(kinds),
-        rollout,
-        tested,
-        tested.seconds if tested is not None and known else None,
-        step_flops(mean),
-        step_bytes(mean, student),
-        seconds,
-        {"student": bubble(student, mean.on(student).resident), "teacher": bubble(teacher, mean.on(teacher).count)},
-        servers,
-        idle_ranks(config, student, teacher),
-        tuple(too_few_positions(config, work.student, teachers, known_prompt(config, work.student, lengths.prompt))),
-        tuple(problems),
+        cluster=cluster,
+        student=student,
+        teacher=teacher,
+        kinds=tuple(kinds),
+        rollout=rollout,
+        evaluation=tested,
+        evaluation_seconds=tested.seconds if tested is not None and known else None,
+        flops=step_flops(mean),
+        bytes=step_bytes(mean, student),
+        seconds=seconds,
+        bubbles={
+            "student": bubble(student, mean.on(student).resident),
+            "teacher": bubble(teacher, mean.on(teacher).count),
+        },
+        servers=servers,
+        idle=idle_ranks(config, student, teacher),
+        positions=tuple(
+            too_few_positions(config, work.student, teachers, known_prompt(config, work.student, lengths.prompt))
+        ),
+        problems=tuple(problems),
     )
 
 

@@ -290,17 +290,17 @@ def make_workload(
     return Workload(
         config,
         student,
-        teachers,
-        responses,
-        prompt,
-        response,
-        prompt + (rows if only_first else response),
-        rows,
-        output_rows,
-        layers,
-        value_bytes,
-        student.num_layers if trained else max(layers, default=0),
-        output.kind if trained else "watched" if watched else "none",
+        teachers=teachers,
+        responses=responses,
+        prompt=prompt,
+        response=response,
+        needed=prompt + (rows if only_first else response),
+        rows=rows,
+        output_rows=output_rows,
+        layers=layers,
+        value_bytes=value_bytes,
+        trained_depth=student.num_layers if trained else max(layers, default=0),
+        output_kind=output.kind if trained else "watched" if watched else "none",
     )
 
 
@@ -316,7 +316,16 @@ def _teacher(
         width, bytes_each = bridge_rank(config, source.bridge, student.hidden_size, spec.hidden_size), 4
     depth = spec.num_layers if trained or watched else max(pairs.values(), default=0)
     served = served_model(teacher.model.directory, spec) if teacher.model.served else None
-    return TeacherWork(spec, pairs, width, bytes_each, depth, from_samples, sends_states, served)
+    return TeacherWork(
+        spec,
+        pairs,
+        width=width,
+        value_bytes=bytes_each,
+        depth=depth,
+        head=from_samples,
+        sends_states=sends_states,
+        served=served,
+    )
 
 
 def bridge_rank(config: Config, directory: str, *widths: int) -> int:

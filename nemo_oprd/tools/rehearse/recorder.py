@@ -311,7 +311,17 @@ class Recorder(TorchDispatchMode):
                 received, sent = (tuple(map(int, splits)) for splits in args[3:5])
                 rows = (received, sent) if sent or received else None
                 args = (*args[:3], [], [], *args[5:])  # carried out evenly
-            message = Message(name, ranks, shapes, min(dtypes), size, device, current_place(), peer, rows)
+            message = Message(
+                name,
+                ranks,
+                shapes=shapes,
+                dtype=min(dtypes),
+                bytes=size,
+                device=device,
+                place=current_place(),
+                peer=peer,
+                rows=rows,
+            )
             self._phase.messages.append(message)
         least = max(1, min((tensor.numel() for tensor in tensors), default=1))
         if name == "alltoall_base_":

@@ -80,7 +80,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             info, timeout = init_info, datetime.timedelta(seconds=init_info.timeout_s)
             with self._one_answer():
                 store = dist.TCPStore(info.host, info.port, is_master=False, timeout=timeout)
-                group = Group(store, info.prefix, rank, info.size, info.backend, self.device, info.timeout_s)
+                group = Group(
+                    store,
+                    info.prefix,
+                    rank,
+                    size=info.size,
+                    backend=info.backend,
+                    device=self.device,
+                    timeout_s=info.timeout_s,
+                )
                 self.group = group.open()
 
     @contextmanager
