@@ -2,7 +2,7 @@
 
 Hydra composes the YAML (so `defaults:` lists and groups work) and parses the overrides; pydantic checks the result. A
 loaded configuration consists of plain dataclasses. `from_composed` is the part after composition, for programs whose
-own Hydra composes (`nemo_oprd.integrations.from_nemo`). Nothing here imports torch.
+own Hydra composes (`nemo_oprd.integrations.hydra_config`). Nothing here imports torch.
 """
 
 from __future__ import annotations

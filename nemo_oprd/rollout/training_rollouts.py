@@ -41,7 +41,7 @@ class RolloutSampler:
         stop: called on every rank after that, with the steps so far, the step that was sampled, the responses that were
             kept and the requests; saves and raises `Stopped`.
         note: called after each sampling with when it began and ended, in seconds since the epoch, and by name with
-            the fields of `observability.timeline.Interval`.
+            the fields of `run.timeline.Interval`.
         beside: the engine's calls that an evaluation may go with; None if evaluations are sampled alone.
         complete: called with a step and responses of it as soon as they are complete, where they are; None: nobody
             waits for them.

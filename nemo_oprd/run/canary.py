@@ -1,7 +1,7 @@
 """Proof that the models of a run, as they were built and loaded at its layout, compute transformers' hidden states.
 
 `doctor` asks for all of them, `train` for those that another program builds (`provider=`), once per weights, layout and
-versions. The same canary proves teachers behind servers (`models/canary/`).
+versions. The same canary proves teachers behind servers (`canary/`).
 """
 
 from __future__ import annotations

@@ -88,15 +88,9 @@ class VllmEngine(Generates):
             patience = self._settings.start_timeout
             limits = patience, self._settings.request_timeout
             calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, *limits)
-            share = self._settings.memory_share
+            places, mine, share = self._places, self._mine, self._settings.memory_share
             self._push = WeightPush(
-                self._places,
-                self._mine,
-                calls=calls,
-                names=names,
-                device=device(),
-                students=students,
-                memory_share=share,
+                places, mine, calls=calls, names=names, device=device(), students=students, memory_share=share
             )
             self._push.settle()
         except BaseException:

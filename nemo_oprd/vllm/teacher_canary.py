@@ -1,7 +1,7 @@
 """Proof that a teacher's server computes transformers' states, and that the trainer's head is the teacher's.
 
 Every server shows its states at every start, after every restart and every `teacher.vllm.check_every` steps. Only the
-comparison with transformers is spared, where the very same bytes have passed it before (`models/canary/`,
+comparison with transformers is spared, where the very same bytes have passed it before (`canary/`,
 docs/canary.md).
 """
 

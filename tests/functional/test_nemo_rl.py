@@ -199,7 +199,7 @@ def test_what_the_driver_names_is_there() -> None:
     if source is None:
         pytest.skip("NEMO_RL_SOURCE names no source tree of NeMo-RL 0.7.0")
     root, checked = HERE.parent.parent, 0
-    for file in (root / "examples" / "nemo_rl" / "run_oprd.py", *(root / "nemo_oprd" / "nemo").glob("rl_*.py")):
+    for file in (root / "examples" / "nemo_rl" / "run_oprd.py", *(root / "nemo_oprd" / "integrations").glob("rl_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_rl"):
                 module = Path(source, *str(node.module).split("."))

@@ -311,16 +311,9 @@ class Recorder(TorchDispatchMode):
                 received, sent = (tuple(map(int, splits)) for splits in args[3:5])
                 rows = (received, sent) if sent or received else None
                 args = (*args[:3], [], [], *args[5:])  # carried out evenly
+            at, kind = current_place(), min(dtypes)
             message = Message(
-                name,
-                ranks,
-                shapes=shapes,
-                dtype=min(dtypes),
-                bytes=size,
-                device=device,
-                place=current_place(),
-                peer=peer,
-                rows=rows,
+                name, ranks, shapes=shapes, dtype=kind, bytes=size, device=device, place=at, peer=peer, rows=rows
             )
             self._phase.messages.append(message)
         least = max(1, min((tensor.numel() for tensor in tensors), default=1))

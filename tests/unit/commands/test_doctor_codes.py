@@ -19,7 +19,7 @@ def test_the_page_lists_them() -> None:
 
 
 def test_every_code_is_said() -> None:
-    files = (ROOT / "nemo_oprd" / "commands" / "doctor").glob("*.py")
+    files = (ROOT / "nemo_oprd" / "tools" / "doctor").glob("*.py")
     said = "\n".join(file.read_text() for file in files if file.name != "findings.py")
     assert [code for code in CODES if f'"{code}"' not in said] == []
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", code) for code in CODES)

@@ -150,7 +150,8 @@ def test_families_of_megatron_bridge_are_resolved_without_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two models of such a family has it in its spec, with the mappings of its own config."""
-    from nemo_oprd.megatron.megatron_bridge import family, provider
+    from nemo_oprd.megatron.megatron_bridge import family
+    from nemo_oprd.run import provider
 
     def described(hf_config: dict, source: str = "config.json") -> family.BridgeModel:
         made = SimpleNamespace(

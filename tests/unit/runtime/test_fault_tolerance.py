@@ -497,10 +497,10 @@ import sys, time
 from pathlib import Path
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.run.step_recorder import RolloutFile, RolloutFiles
-from nemo_oprd.runtime import aside
+from nemo_oprd.runtime import background
 from nemo_oprd.runtime.exits import run_as_command
 
-aside.LEAVE_S, file, go_on = float(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+background.LEAVE_S, file, go_on = float(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 
 def text(ids):
     while not go_on.exists():

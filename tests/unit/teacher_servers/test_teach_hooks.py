@@ -22,7 +22,7 @@ from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, GENERATION, AnswerFolder, 
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import BridgeFile
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
 
-WORKER = Path(__file__).parents[3] / "nemo_oprd" / "rollout" / "vllm" / "worker"
+WORKER = Path(__file__).parents[3] / "nemo_oprd" / "vllm" / "worker"
 WIDTH, IDS, VOCABULARY = 8, [3, 1, 4, 1], 6
 RANK = 3
 STATES = Ask("0" * 32, [1, 2, 3], [0, 3], [])
