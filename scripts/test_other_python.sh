@@ -18,7 +18,7 @@ if [ "$("$other/bin/python" -c "$core")" = "$(.venv/bin/python -c "$core")" ]; t
 fi
 if [ $# = 0 ]; then
   set -- -m "not (slow or slurm or vllm or nemo or smollm or wandb or chromium or npm or recipes)" \
-    tests/unit/models/test_{megatron_calls,cpu_patches}.py tests/unit/checkpointing/test_checkpoints.py \
+    tests/unit/megatron/test_{megatron_calls,cpu_patches}.py tests/unit/run/test_checkpoints.py \
     tests/functional/test_{layouts,golden,step,convert,adopt,forward_step,expert_layouts,expert_training}.py \
     tests/functional/test_{transformer_engine,capacity,generate,rehearsal}.py
 fi

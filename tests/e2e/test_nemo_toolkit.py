@@ -107,7 +107,7 @@ def test_a_student_with_a_sentencepiece_tokenizer(pair: Path, tmp_path: Path) ->
 
 
 def test_the_tokenizers_are_those_of_nemo(pair: Path, tmp_path: Path) -> None:
-    """The cases of tests/unit/nemo/test_nemo_tokenizers.py, with NeMo's own classes instead of stand-ins."""
+    """The cases of tests/unit/integrations/test_nemo_tokenizers.py, with NeMo's own classes instead of stand-ins."""
     command = ["python", "tests/e2e/nemo_tokenizer_cases.py", str(tmp_path), str(pair / "student")]
     ended = subprocess.run(
         command, cwd=nemo.ROOT, env=nemo.environment(nemo.TOOLKIT), capture_output=True, text=True, timeout=600

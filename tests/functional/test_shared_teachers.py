@@ -254,7 +254,7 @@ def test_a_run_that_the_server_is_not_for_gets_one_line(
 
 
 def test_no_call_changes_the_server(shared: Serve) -> None:
-    """With the right token, too; what the real door takes otherwise is in tests/unit/rollout/test_teacher_door.py."""
+    """With the right token, too; what the real door takes otherwise is in tests/unit/vllm/test_teacher_door.py."""
     for path in ("/pause", "/sleep?level=2", "/update_weights", "/reset_prefix_cache", "/nemo_oprd/renew"):
         assert shared.status("POST", path)[0] == 403, path
     code, said = shared.status("POST", "/collective_rpc", {"method": "save_model"})

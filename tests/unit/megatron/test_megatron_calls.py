@@ -134,7 +134,7 @@ def unexamined(call: Call) -> list[str]:
 
 @pytest.mark.parametrize("package", NOTES)
 def test_the_notes_are_those_of_the_installed_version(package: str) -> None:
-    """After a change of what is called: `python tests/unit/models/megatron_calls.py --write` in each environment."""
+    """After a change of what is called: `python tests/unit/megatron/megatron_calls.py --write` in each environment."""
     try:
         installed = version(package)
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
 """What this project calls of Megatron-core and Megatron-Bridge, found in the source, with the installed signatures.
 
-    python tests/unit/models/megatron_calls.py --write     notes the installed versions' signatures
+    python tests/unit/megatron/megatron_calls.py --write     notes the installed versions' signatures
 
 `calls` finds every call of a name that is imported from `megatron.core` or `megatron.bridge`, and every method of
 Megatron's that a class of this project overrides. Calls of methods on objects are not found, because their classes are
