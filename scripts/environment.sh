@@ -14,6 +14,12 @@ if [ -n "${PYTHON:-}" ]; then
   fi
 fi
 if [ ! -f .venv/ready ] || [ requirements-cpu.txt -nt .venv/ready ] || [ pyproject.toml -nt .venv/ready ]; then
+  if [ -L .venv ]; then
+    # venv --clear would empty the folder behind the link, which others use, and then fail
+    echo ".venv is a link to $(readlink .venv), which is missing or older than requirements-cpu.txt and pyproject.toml here:" \
+      "expected an environment of this checkout; remove the link, or touch .venv/ready if its packages are right" >&2
+    exit 1
+  fi
   if [ -z "${PYTHON:-}" ]; then
     # an outdated environment keeps its Python: another one would come with another Megatron-core
     base=
