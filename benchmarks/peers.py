@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,13 @@ from benchmarks.peer_parts.cases import CASES, FULL, OURS, PLAIN, PRODUCTS, TRL,
 
 ROOT = Path(__file__).parent.parent
 TRL_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-# largest relative difference between the products' losses, and between their gradient norms: float32 sums of up to
-# 10^5 terms in another order, through one update of weights. Another loss, mask, mean, learning rate or clipping differs
-# by more than a thousandth.
+# largest relative difference between the products' losses, and between their gradient norms, in every update: float32
+# sums in another order, before and after the weights have changed. Another loss, mask, mean or learning rate differs by
+# more: with random weights, one update changes the loss itself by some thousandths.
 TOLERANCE = 1e-4
 TIMEOUT_S = 1800
 COLUMNS = ("cpu_seconds", "wall_seconds", "peak_rss_mb")
-HEAD = (
-    "| task | batch | peer | CPU s: ours | peer | ratio (spread) | peak MB: ours | peer |\n|---|---|---|---|---|---|---|---|"
-)
+HEAD = "| task | batch | peer | CPU s: ours | peer | ratio (spread) | peak MB: ours | peer |\n" + "|---" * 8 + "|"
 STARTS = {"ready": "start to ready", "first": "start to the first update"}
 
 
@@ -72,7 +70,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--updates", metavar="N", type=positive, default=1, help="measured updates of a process (1)")
     parser.add_argument("--threads", metavar="N", type=positive, default=1, help="compute threads of a process (1)")
     parser.add_argument("--full", action="store_true", help="also longer responses, ranks, last-k, samples, sampling")
-    parser.add_argument("--quick", action="store_true", help="tiny models and batches, one turn: a test of the machinery")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models and batches, one turn: a test of the machinery"
+    )
     return parser.parse_args(given)
 
 
@@ -156,7 +156,7 @@ def combined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """One measurement of all ranks: CPU seconds and memory summed, wall seconds of the slowest."""
 
     def over_ranks(stamps: Sequence[dict[str, float]]) -> dict[str, float]:
-        kinds = {"cpu_seconds": sum, "wall_seconds": max, "peak_rss_mb": sum}
+        kinds: dict[str, Callable[..., float]] = {"cpu_seconds": sum, "wall_seconds": max, "peak_rss_mb": sum}
         return {name: kinds[name](stamp[name] for stamp in stamps) for name in stamps[0]}
 
     updates = [over_ranks(of_ranks) for of_ranks in zip(*(rank["updates"] for rank in ranks), strict=True)]
@@ -224,7 +224,8 @@ def rows_of(task: str, batch: str, turns: dict[str, list[dict[str, float]]]) -> 
     rows: list[dict[str, Any]] = []
     for product, of_turns in turns.items():
         medians = {name: statistics.median(turn[name] for turn in of_turns) for name in COLUMNS}
-        row = {"task": task, "batch": batch, "product": product, **medians, "ratio": None, "ratios": []}
+        row: dict[str, Any] = {"task": task, "batch": batch, "product": product, **medians}
+        row |= {"ratio": None, "ratios": []}
         if product != OURS:
             row["ratio"] = row["cpu_seconds"] / rows[0]["cpu_seconds"]
             pairs = zip(turns[OURS], of_turns, strict=True)

@@ -23,9 +23,7 @@ def main() -> None:
     for seed, role in enumerate(("student", "teacher")):
         path = Path(spec[role])
         if not path.exists():
-            save_random_model(
-                path, shape, seed=seed, std=0.02, dtype=torch.float32, model_type=model_type, tied=tied
-            )
+            save_random_model(path, shape, seed=seed, std=0.02, dtype=torch.float32, model_type=model_type, tied=tied)
     save_random_rollouts(Path(spec["rollouts"]), shape, prompt=PROMPT, responses=spec["responses"])
 
 
