@@ -113,3 +113,14 @@ def test_a_failed_process_ends_the_benchmark(tmp_path: Path) -> None:
     command = ["python", "-c", "import sys; print('no such model'); sys.exit(3)"]
     with pytest.raises(RuntimeError, match=r"ended with 3:\nno such model"):
         peers.run_ranks(command, {"ranks": 2, "threads": 1}, tmp_path)
+
+
+def test_the_peers_environment_shadows_nothing() -> None:
+    """Its packages come first on the path, so one that .venv pins, too, would not be that of the other products."""
+
+    def names(file: str) -> set[str]:
+        pins = (line for line in (peers.ROOT / file).read_text().splitlines() if "==" in line and line[0] != "#")
+        return {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
+
+    assert "trl" in names("requirements-peers.txt")
+    assert not names("requirements-peers.txt") & names("requirements-cpu.txt")
