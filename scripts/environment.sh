@@ -4,16 +4,22 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/interpreter.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
-made=
+made= made_again=
 if [ -x .venv/bin/python ]; then made=$(minor_version .venv/bin/python) || made=; fi
 if [ -n "${PYTHON:-}" ]; then
   python=$(newest_python "$PYTHON") || exit 1
   if [ -n "$made" ] && [ "$made" != "$(minor_version "$python")" ]; then
     echo ".venv was made by Python $made, and PYTHON=$PYTHON is another one: it is made again" >&2
-    rm -f .venv/ready
+    made_again=1
   fi
 fi
-if [ ! -f .venv/ready ] || [ requirements-cpu.txt -nt .venv/ready ] || [ pyproject.toml -nt .venv/ready ]; then
+if [ -n "$made_again" ] || [ ! -f .venv/ready ] || [ requirements-cpu.txt -nt .venv/ready ] || [ pyproject.toml -nt .venv/ready ]; then
+  if [ -L .venv ]; then
+    # venv --clear would empty the folder behind the link, which others use, and then fail
+    echo ".venv is a link to an environment that does not fit requirements-cpu.txt, pyproject.toml or PYTHON here; expected one" \
+      "of this checkout: remove the link, or touch .venv/ready if its packages are right" >&2
+    exit 1
+  fi
   if [ -z "${PYTHON:-}" ]; then
     # an outdated environment keeps its Python: another one would come with another Megatron-core
     base=

@@ -111,8 +111,8 @@ def test_benchmarks_and_studies_import_in_one_direction() -> None:
 OF_BENCHMARKS = {
     "bridge_recipe_cases",
     "interrupted_evaluations", "interrupted_runs", "test_benchmarks", "test_gpu_check", "test_plan",
-    "test_planted_faults", "test_rollout_benchmark", "test_sigkill", "test_teacher_tables", "test_timeline_benchmark",
-    "test_timeline_model", "test_vllm_kills",
+    "test_peers_benchmark", "test_planted_faults", "test_rollout_benchmark", "test_sigkill", "test_teacher_tables",
+    "test_timeline_benchmark", "test_timeline_model", "test_vllm_kills",
 }  # fmt: skip
 
 

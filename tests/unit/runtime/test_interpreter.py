@@ -111,3 +111,18 @@ def test_environment_is_kept_unless_another_python_is_asked_for(
     assert again.returncode == 0, again.stderr
     assert (project / "made").read_text().split() == made
     assert ("it is made again" in again.stderr) == (len(made) == 2)
+
+
+@pytest.mark.parametrize("change", ["outdated", "another Python"])
+def test_an_environment_behind_a_link_is_not_cleared(tmp_path: Path, project: Path, change: str) -> None:
+    path = programs(tmp_path / "bin", python3_12=python("3.12"), python3_11=python("3.11"))
+    assert sourced(project, path).returncode == 0
+    shared = (project / ".venv").rename(tmp_path / "shared")
+    (project / ".venv").symlink_to(shared)
+    assert sourced(project, path).returncode == 0
+    if change == "outdated":
+        os.utime(shared / "ready", (1, 1))
+    ended = sourced(project, path, **({} if change == "outdated" else {"PYTHON": "python3.11"}))
+    assert ended.returncode == 1 and ".venv is a link" in ended.stderr.splitlines()[-1]
+    assert (shared / "ready").exists() and (shared / "bin" / "python").exists()
+    assert (project / "made").read_text().split() == ["3.12"]

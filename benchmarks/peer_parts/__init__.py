@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.peers`: its batches, and the processes that it measures."""
