@@ -1,7 +1,7 @@
 """What differs between the versions of Megatron-core that the project runs on, from 0.16.1 to 0.19.
 
 Everything else calls Megatron in one way, which all of these versions understand: by keywords, so that a parameter that
-moved is not taken for another one. `tests/unit/megatron/test_megatron_calls.py` compares all calls with the signatures of
+moved is not taken for another one. `tests/unit/megatron/test_megatron_calls.py` compares calls with the signatures of
 both ends of the range. Where a version has another name for a thing, this module asks for the name and not for the
 version, because the versions in between have some of the changes and not others.
 """

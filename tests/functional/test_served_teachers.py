@@ -67,7 +67,7 @@ def test_two_deaths_at_the_start_end_the_run(
 
 
 def test_an_error_in_a_hook_is_told(pools: Pools, settings: list[str], served_teachers: ServedTeachers) -> None:
-    """Other wrong answers are in tests/unit/teacher_servers."""
+    """Other wrong answers are in tests/unit/vllm."""
     bench = served_teachers.bench(answer={"error": "ValueError: off by one"})
     with pytest.raises(WorkerError, match="could not give the teacher's states: ValueError: off by one"):
         pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(bench)])
