@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from nemo_oprd.config.schema import TeacherSource
@@ -14,21 +14,20 @@ class Routing:
 
     teachers: tuple[TeacherSource, ...]
 
-    def teachers_of(self, data_sources: Iterable[str | None]) -> list[int]:
+    def teachers_of(self, data_sources: Sequence[str | None]) -> list[int]:
         """The number of each data source's teacher. Raises ValueError for a data source without one."""
         owner = {source: i for i, teacher in enumerate(self.teachers) for source in teacher.data_sources or ()}
         default = next((i for i, teacher in enumerate(self.teachers) if teacher.data_sources is None), None)
-        sources = list(data_sources)
-        numbers = [default if source is None else owner.get(source, default) for source in sources]
+        numbers = [default if source is None else owner.get(source, default) for source in data_sources]
         if None in numbers:
-            missing = sources[numbers.index(None)]
+            missing = data_sources[numbers.index(None)]
             raise ValueError(
                 f"data_source={missing!r} has no teacher: expected one of {sorted(owner)}; add it to one teacher's "
                 "data_sources, or set data_sources=null for the one teacher of all other sources"
             )
         return [number for number in numbers if number is not None]
 
-    def check(self, data_sources: Iterable[str | None], where: str, *, all_used: bool = True) -> None:
+    def check(self, data_sources: Collection[str | None], where: str, *, all_used: bool = True) -> None:
         """Checks the data sources that occur in a file of prompts or rollouts, which messages call `where`.
 
         Raises:

@@ -122,7 +122,7 @@ class Distiller:
 
     def taught_by(self, rollouts: Sequence[Rollout]) -> list[int]:
         """The number of each rollout's teacher."""
-        return self.routing.teachers_of(rollout.data_source for rollout in rollouts)
+        return self.routing.teachers_of([rollout.data_source for rollout in rollouts])
 
     def targets(self, batch: StepBatch, group: StepPlan) -> dict[int, TeacherTargets]:
         """Teacher's number -> its targets for the rows of `group` that this rank needs. Every rank calls this.

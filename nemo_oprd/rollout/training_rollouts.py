@@ -78,7 +78,7 @@ class RolloutSampler:
             most = self.config.rollout.max_lag * self.config.train.updates_per_rollout
             check_versions(sampled, step, self.engine.weights.steps, most)
         rollouts = ended_on_purpose(sampled, self.config)
-        taught_by = self.routing.teachers_of(rollout.data_source for rollout in rollouts)
+        taught_by = self.routing.teachers_of([rollout.data_source for rollout in rollouts])
         return add_teacher_inputs(self.teacher_inputs, taught_by, rollouts, requests)
 
     def _of_step(self, step: int) -> tuple[list[Request], list[Rollout]]:

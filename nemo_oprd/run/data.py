@@ -222,10 +222,10 @@ def read_prompts(config: Config, files: RunFiles, routing: Routing) -> tuple[Run
     files.student.check_vocabulary()
     teacher_inputs = [_teacher_inputs(config, files, number) for number in range(len(files.teachers))]
     prompts = read_run_prompts(config, files.student.tokenizer, files.student.spec.max_positions)
-    sources = (request.data_source for request in prompts.training.requests)
+    sources = [request.data_source for request in prompts.training.requests]
     routing.check(sources, f"data.train={files_in_words(config)}")
     check_teacher_prompts(routing, teacher_inputs, prompts.training.requests)
-    taught_by = routing.teachers_of(request.data_source for request in prompts.training.requests)
+    taught_by = routing.teachers_of(sources)
     for number, inputs in enumerate(teacher_inputs):
         if inputs is not None:
             taught = [r for r, teacher in zip(prompts.training.requests, taught_by, strict=True) if teacher == number]
@@ -257,7 +257,7 @@ def recorded_rollouts(config: Config, models: RunModels) -> list[Rollout] | None
         needs_routes=config.student.router_replay,
     )
     # few rollouts may not cover all
-    models.routing.check((r.data_source for r in rollouts), config.rollout.replay, all_used=False)
+    models.routing.check([r.data_source for r in rollouts], config.rollout.replay, all_used=False)
     return rollouts
 
 
@@ -281,7 +281,7 @@ def check_teacher_prompts(
     routing: Routing, teacher_inputs: list[TeacherInputs | None], requests: list[Request]
 ) -> None:
     """Raises ValueError if a prompt, as its teacher reads it, leaves no room for a response."""
-    taught_by = routing.teachers_of(request.data_source for request in requests)
+    taught_by = routing.teachers_of([request.data_source for request in requests])
     for request, number in zip(requests, taught_by, strict=True):
         inputs = teacher_inputs[number]
         if inputs is None:

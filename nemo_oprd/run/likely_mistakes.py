@@ -46,7 +46,7 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
     some = requests[:: -(-len(requests) // TEACHER_PROMPTS) or 1]
     for number, inputs in enumerate(data.teacher_inputs):
         if inputs is not None:
-            taught_by = run.models.routing.teachers_of(request.data_source for request in some)
+            taught_by = run.models.routing.teachers_of([request.data_source for request in some])
             own = [request for request, teacher in zip(some, taught_by, strict=True) if teacher == number]
             texts = [inputs.teacher.render(request.teacher_messages, True, request.tools) for request in own]
             name = run.models.teachers[number].model.key if run.config.teachers else "the teacher"

@@ -306,7 +306,7 @@ class StepRecorder:
         self._files.finish(failed=failed)
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], metrics: StepMetrics) -> dict[str, float]:
-        taught_by = self._routing.teachers_of(rollout.data_source for rollout in rollouts)
+        taught_by = self._routing.teachers_of([rollout.data_source for rollout in rollouts])
         hidden = ("rep_loss",) if self._config.loss.representation.adaptive.positions else ()
         losses = {name: found for name, found in metrics.per_teacher.items() if name not in hidden}
         named = {}

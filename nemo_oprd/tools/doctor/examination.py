@@ -170,7 +170,7 @@ class Examination:
         """The first training prompts in the order of the run, the same number for each teacher."""
         prompts = self.prompts.requests
         order = self.prompts.order.indices(self.config.seed, 0, len(prompts))
-        taught_by = self.routing.teachers_of(prompts[i].data_source for i in order)
+        taught_by = self.routing.teachers_of([prompts[i].data_source for i in order])
         each = -(-self.settings.prompts // len(self.labels))
         chosen: list[Request] = []
         for number in range(len(self.labels)):
