@@ -16,10 +16,10 @@ REST = TeacherSource("b", weight=3.0)
 
 def test_by_data_source() -> None:
     assert Routing((SOME, REST)).teachers_of(["y", "z", None, "x"]) == [0, 1, 1, 0]
-    assert Routing((REST, SOME)).teachers_of(iter(["y", "z"])) == [1, 0]
+    assert Routing((REST, SOME)).teachers_of(["y", "z"]) == [1, 0]
     assert [Routing((SOME, REST)).example(i) for i in (0, 1)] == ["x", None]
     with pytest.raises(ValueError, match=r"data_source='z' has no teacher: expected one of \['x', 'y'\]"):
-        Routing((SOME,)).teachers_of(iter(["x", "z"]))
+        Routing((SOME,)).teachers_of(["x", "z"])
     with pytest.raises(ValueError, match=r"data_source=None has no teacher"):
         Routing((SOME,)).teachers_of(["x", None])
 
