@@ -63,7 +63,7 @@ from nemo_oprd.run.timeline import AHEAD, SAMPLING, PhaseTimer, Timeline
 from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature, load_checkpoint
 from nemo_oprd.run.validation import SourceModels, Validation
 from nemo_oprd.runtime.disk import check_output
-from nemo_oprd.runtime.messages import is_first_rank
+from nemo_oprd.runtime.messages import is_first_rank, write_library_log
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
@@ -203,6 +203,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         if lock is not None:
             lock.undo()
         raise
+    write_library_log(Path(config.output))
     try:
         with signals, _written_aside(run):
             try:

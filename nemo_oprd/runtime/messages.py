@@ -11,11 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Literal
 
 Verbosity = Literal["quiet", "usual", "verbose"]
 ON_STDOUT = {"on_stdout": True}
 ANY_RANK = {"any_rank": True}
+# Megatron's loggers warn of deprecated classes at every start, and torch's of a toolkit without a driver: `LibraryLog`.
+LIBRARIES = ("megatron", "torch.utils.cpp_extension")
+LIBRARY_LOG = "libraries.log"
 
 
 def is_first_rank() -> bool:
@@ -36,6 +40,17 @@ def show(verbosity: Verbosity = "usual") -> None:
         console = _Console()
         logger.addHandler(console)
     console.verbose = verbosity == "verbose"
+    for name in LIBRARIES:
+        library = logging.getLogger(name)
+        library.propagate = False
+        if _library_log not in library.handlers:
+            library.addHandler(_library_log)
+
+
+def write_library_log(directory: Path) -> None:
+    """On the first rank, writes the warnings of libraries, also those to come, into libraries.log of `directory`."""
+    if is_first_rank():
+        _library_log.write_to(directory / LIBRARY_LOG)
 
 
 class _Console(logging.Handler):
@@ -58,6 +73,44 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout if hasattr(record, "on_stdout") else sys.stderr
         print(self.format(record), file=stream, flush=True)
+
+
+class LibraryLog(logging.Handler):
+    """Keeps each message of `LIBRARIES` once, for a file; prints errors, and with `verbose` everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+        self._unwritten: list[str] = []
+        self._file: Path | None = None
+
+    def write_to(self, file: Path) -> None:
+        """Appends to `file` what is kept, and later messages as they come."""
+        self._file = file
+        self._flush()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        consoles = (each for each in logging.getLogger("nemo_oprd").handlers if isinstance(each, _Console))
+        for console in consoles:
+            if console.verbose or record.levelno >= logging.ERROR:
+                console.handle(record)
+        line = f"{record.levelname} {record.name}: {record.getMessage()}"
+        if line not in self._seen:
+            self._seen.add(line)
+            self._unwritten.append(line)
+            try:
+                self._flush()
+            except OSError:  # a full disk, of which a write that matters tells
+                self.handleError(record)
+
+    def _flush(self) -> None:
+        if self._file is not None and self._unwritten:
+            with self._file.open("a") as stream:
+                stream.writelines(f"{line}\n" for line in self._unwritten)
+            self._unwritten.clear()
+
+
+_library_log = LibraryLog()
 
 
 def _rank() -> str:

@@ -77,7 +77,7 @@ MAKERS = (
         (_has_run_config, "checkpoints/iter_*/state.json", "checkpoints/iter_*/hf"),  # Megatron's own have neither
         (
             *("config.yaml", "metrics.jsonl", "timeline.jsonl", "data.json", "environment.json", "tensorboard"),
-            *("rollouts", "evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id"),
+            *("rollouts", "evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id", "libraries.log"),
         ),
     ),
     Maker("compare", "a comparison of models", ("teacher.json", _has_responses_of_compare), ("teacher.jsonl",)),

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_oprd.commands.options import add_verbosity
 from nemo_oprd.commands.parser import Parser
+from nemo_oprd.runtime import messages
 from nemo_oprd.runtime.exits import run_as_command
 from nemo_oprd.runtime.messages import ANY_RANK, ON_STDOUT, show
 
@@ -70,6 +71,51 @@ def test_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         root.removeHandler(around)
     assert capsys.readouterr().err == "careful\n"
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """A logger of Megatron-core's, with a fresh log of libraries."""
+    monkeypatch.setattr(messages, "_library_log", messages.LibraryLog())
+    monkeypatch.setattr(logging.getLogger("megatron"), "handlers", [])
+    return logging.getLogger("megatron.core.models.gpt")
+
+
+def test_warnings_of_libraries_are_in_a_file_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], megatron: logging.Logger
+) -> None:
+    show()
+    for _ in range(2):
+        megatron.warning("GPTModel IS DEPRECATED")
+    messages.write_library_log(tmp_path)
+    megatron.warning("Rewrapping %s", "ModuleSpec")
+    megatron.warning("GPTModel IS DEPRECATED")
+    assert capsys.readouterr() == ("", "")
+    megatron.error("no such group")
+    assert capsys.readouterr().err == "no such group\n"
+    assert (tmp_path / "libraries.log").read_text().splitlines() == [
+        "WARNING megatron.core.models.gpt: GPTModel IS DEPRECATED",
+        "WARNING megatron.core.models.gpt: Rewrapping ModuleSpec",
+        "ERROR megatron.core.models.gpt: no such group",
+    ]
+
+
+def test_warnings_of_libraries_are_shown_by_verbose(
+    capsys: pytest.CaptureFixture[str], megatron: logging.Logger
+) -> None:
+    show("verbose")
+    megatron.warning("GPTModel IS DEPRECATED")
+    assert "megatron.core.models.gpt: GPTModel IS DEPRECATED" in capsys.readouterr().err
+
+
+def test_other_ranks_write_no_log_of_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megatron: logging.Logger
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    show()
+    megatron.warning("GPTModel IS DEPRECATED")
+    messages.write_library_log(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_options(capsys: pytest.CaptureFixture[str]) -> None:
