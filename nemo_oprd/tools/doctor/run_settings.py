@@ -1,7 +1,7 @@
-"""The check of the run's settings: values that the configuration allows, and that nobody means. Needs no model.
+"""Checks of values that no error would show: in both models' config.json, and in the run's configuration.
 
-A value is judged by what it does to the run, where that can be computed: the way that a weight can move, the part of it
-that decay takes, the visits of a prompt. The other limits are far outside what published recipes use.
+`settings` judges a value by its effect on the run, where that can be computed: the distance that a weight can move,
+the part that decay takes, the visits of a prompt. The other limits are far outside what published recipes use.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ FACTOR = 2.0
 def config_values(
     run: Config, student: ModelFiles, teacher: ModelFiles, *, number: int = 0, shares_ids: bool
 ) -> Iterator[Finding]:
-    """Findings about single values, with those of both models; one that says that there are none.
+    """Compares single values of both models; yields one `ok` finding if nothing is wrong.
 
     Args:
         run: whose longest sequences the models' positions must hold.
-        number: of the teacher in the run.
+        number: the teacher's number in the run.
         shares_ids: whether both models read the same token ids.
     """
     found = [*_of_each(run, student, teacher, number), *_between(student.spec, teacher.spec)]
@@ -164,7 +164,7 @@ EMA_MOVES, EMA_LASTS = 0.1, 0.5
 
 
 def settings(config: Config, num_layers: int, hidden_size: int) -> Iterator[Finding]:
-    """Findings about values that nobody means; one that says that there are none. The sizes are the student's."""
+    """Checks for values that are likely mistakes; yields one `ok` finding if none is. Sizes are the student's."""
     parts = (_optimizer(config, hidden_size), _updates(config), _sampling(config), _losses(config, num_layers))
     ok = Finding(CHECK, "ok", "no value of the configuration is outside what a run can use")
     yield from [finding for part in parts for finding in part] or [ok]

@@ -104,7 +104,7 @@ def _memory(found: Estimate) -> Iterator[str]:
 
 
 def _row(name: str, values: list[float], width: int, scale: float) -> str:
-    """A line of the table, in a unit of `scale` bytes; what is there is never shown as 0."""
+    """A line of the table, in a unit of `scale` bytes; a number above 0 is never shown as 0."""
     shown = [f"{value / scale:.2f}" if value >= 0.01 * scale or not value else "<0.01" for value in values]
     return f"{name:<34}" + "".join(f"{text:>{width}}" for text in shown)
 
