@@ -199,7 +199,7 @@ class Examination:
         return problems
 
     def _reader(self, number: int) -> ModelFiles:
-        """The model whose template teacher `number` reads problems in: the student, if it reads the student's ids."""
+        """The model whose template teacher `number` reads problems in: the student, unless it reads text."""
         return self.files.teachers[number] if self.reads == "text" else self.files.student
 
     def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> Problems:

@@ -23,18 +23,16 @@ from nemo_oprd.run.models import ModelFiles
 from nemo_oprd.run.positions import too_few_positions
 from nemo_oprd.tools.doctor.findings import Finding, Verdict, flag
 
-# The check of the values in both models' config.json that training does not touch, and that no error would show.
+# The check of values in both models' config.json that training does not change, and that no error would show.
 #
 # Weights are made for one base of the rotation, one epsilon of the norms, one number of heads. With another value a
 # model still loads, and computes something else. Which differences are a mistake depends on what the two models have in
 # common:
 #
 # - one family, width and depth, or one family and width with fewer layers (a checkpoint, or a pruned copy, of the
-# other):
-#   any difference is a warning, because such models usually have one origin.
+#   other): any difference is a warning, because such models usually have one origin.
 # - one family, another width: sizes of a family are often made with another base, so two bases are a warning only if
-# they
-#   differ by less than a factor of 2, which no family does on purpose.
+#   they differ by less than a factor of 2, which no family does on purpose.
 # - other families have nothing to compare.
 
 

@@ -201,7 +201,7 @@ class Search:
         return [{"student.recompute": each} for each in dict.fromkeys((self.config.student.recompute, "full"))]
 
     def _options(self) -> list[Changes]:
-        """Settings other than layouts that save memory, in ascending order of what they save."""
+        """Settings other than layouts that save memory; those that save most come last."""
         teacher, rollout = self.config.teacher, self.config.rollout
         own_weights = not TEACHER_KINDS[teacher.weights].moves and bool(self.works.longest.own_teachers)
         offload = [True] if teacher.offload else [False, True] if own_weights else [False]

@@ -44,7 +44,7 @@ class RankKind:
 
     @property
     def name(self) -> str:
-        """Such as "student stage 0, teacher stage 1"."""
+        """The stages as text, such as "student stage 0, teacher stage 1"."""
         parts = [("student", self.student), ("teacher", self.teacher)]
         return ", ".join(f"{role} stage {stage}" for role, stage in parts if stage is not None)
 

@@ -23,7 +23,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """Parameters of one layer: split over tensor ranks, and whole on each; `products` of both are in matrix products."""
+    """Parameters of one layer: split over tensor ranks, and whole on each; `products` of both are in products."""
 
     split: int
     whole: int

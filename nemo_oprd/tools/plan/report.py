@@ -1,4 +1,4 @@
-"""An estimate as text, and as JSON."""
+"""Writes an estimate as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _seconds(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Example: "27.5 h"."""
+    """Seconds as text. Example: "27.5 h"."""
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{_seconds(seconds)} s"
