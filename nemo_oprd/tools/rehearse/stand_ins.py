@@ -43,7 +43,7 @@ def longest_responses(config: Config, prompt: int, response: int) -> list[Rollou
 
 
 def unread_bridges(config: Config) -> None:
-    """Makes the objective use zero bridges of the run's rank between the configured layers, not those of `bridge.path`."""
+    """Makes the objective use zero bridges of the run's rank between the configured layers, not `bridge.path`."""
     from nemo_oprd.bridge.covariance import LayerPair
     from nemo_oprd.bridge.maps import FULL_WIDTH, Bridge, CapturePoint, LayerBridge
     from nemo_oprd.distillation import objective

@@ -389,7 +389,7 @@ def new_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
-    """Configures gated delta nets with twice as many values as keys; every 4th and the last layer have gated attention."""
+    """Configures gated delta nets with twice as many values as keys; every 4th and the last layer have attention."""
     from transformers import Qwen3_5TextConfig  # newer than what the rest of the pair needs
 
     last = recipe.layers - 1
@@ -408,7 +408,7 @@ def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
 
 
 def _gpt_oss(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
-    """Configures windows of 16 tokens in every other layer, learned softmax terms, four experts, YaRN from 32 positions."""
+    """Configures windows of 16 tokens in every other layer, learned softmax terms, four experts, YaRN from position 32."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
