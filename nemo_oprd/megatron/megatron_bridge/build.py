@@ -51,8 +51,7 @@ from nemo_oprd.models.architecture import LatentAttention
 # Multi-latent attention: what Megatron-core does not take from its settings (DeepSeek-V3, GLM 4.7 Flash, Moonlight).
 #
 # With norms of the narrow states, Megatron-core 0.19 also norms the input of queries that are projected without a
-# narrow state (`q_lora_rank=null`, as in Moonlight), which has a norm before the layer already. Their model has no such
-# norm.
+# narrow state (`q_lora_rank=null`, as in Moonlight), which the layer's norm has normed; the models don't.
 
 
 class DirectQueries(MLASelfAttention):

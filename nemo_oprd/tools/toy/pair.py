@@ -408,7 +408,7 @@ def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
 
 
 def _gpt_oss(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
-    """Configures windows of 16 tokens in every other layer, learned softmax terms, 4 experts, YaRN from 32 positions."""
+    """Configures windows of 16 tokens in every other layer, learned softmax terms, 4 experts, YaRN from 32 tokens."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
