@@ -187,7 +187,7 @@ class RouterLosses:
 
 
 def choices(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """How often each of `count` experts occurs in `experts`, float64 [count]."""
+    """The number of times that each of `count` experts occurs in `experts`, float64 [count]."""
     # bincount would wait for the device
     flat = experts.flatten()
     ones = torch.ones(len(flat), dtype=torch.float64, device=flat.device)

@@ -331,7 +331,7 @@ class RotatedSelfAttention(SelfAttention):
         self._rotation: Rotation | None = None  # only while `forward` runs
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        """As the parent class."""
+        """Runs the parent class's forward with the rotation of `packed_seq_params`."""
         self._rotation = packed_seq_params.rotation
         try:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

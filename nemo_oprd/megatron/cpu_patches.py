@@ -161,7 +161,7 @@ def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool =
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """As Megatron's `maybe_move_tensor_to_cpu`, whose sizes of parts become numpy arrays only if they were on a GPU."""
+    """Replaces Megatron's `maybe_move_tensor_to_cpu`, which makes numpy arrays of sizes only if they were on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

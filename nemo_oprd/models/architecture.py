@@ -239,7 +239,7 @@ def check_same_width(student: ModelSpec, teacher: ModelSpec) -> None:
 
 
 def concatenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """As torch.cat, without importing torch together with this module."""
+    """Returns `torch.cat` of the tensors, and imports torch only then."""
     import torch
 
     return torch.cat(list(tensors), dim)

@@ -1,5 +1,4 @@
-"""The families of this project: Llama, Qwen2 and Qwen3, Phi-3, Qwen3-MoE and Mixtral, and their shared dense parts.
-"""
+"""The families of this project: Llama, Qwen2 and Qwen3, Phi-3, Qwen3-MoE and Mixtral, and their shared dense parts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine meets a `Demand`.
+    """The cost of a `Demand` with an engine.
 
     Attributes:
         at_a_time: responses that one group of GPUs samples at the same time.
