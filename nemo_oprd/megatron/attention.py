@@ -1,4 +1,4 @@
-"""Core attention on PyTorch's SDPA, for use without Transformer Engine; bounded scores; and rotary embeddings.
+"""Core attention on PyTorch's SDPA, for use without Transformer Engine; capped core attention; rotary embeddings.
 
 `SDPAttention` replaces Megatron's `DotProductAttention`, which rejects packed sequences and context parallelism and
 builds the whole score matrix. Three paths, chosen by the `PackedSeqParams` of the microbatch:

@@ -1,7 +1,7 @@
 """The quantised weights that can be read: `quantization_config` of a config.json. No torch.
 
-Two formats can. Models in them are trained, distilled and exported in bfloat16, of the numbers that the files stand for
-(`megatron/weights/dequantize.py`):
+Two formats are supported. Models in them are trained, distilled and exported in bfloat16, of the numbers that the
+files stand for (`megatron/weights/dequantize.py`):
 
 - mxfp4, of gpt-oss: matrices of experts as 4-bit numbers, with a power of two for 32 neighbours;
 - fp8 with `weight_block_size`, of DeepSeek-V3 and models of Qwen: 8-bit matrices, with a factor for each block.

@@ -1,8 +1,8 @@
-"""Gemma 2's attention, and three parts of Gemma 3, as Megatron-Bridge 0.6.2 does not build them.
+"""Builds Gemma 2's attention, and three parts of Gemma 3, otherwise than Megatron-Bridge 0.6.2.
 
 In Gemma 3, Megatron-Bridge differs from transformers, or allows no second model:
 - The norms behind attention and feed-forward block get Transformer Engine's default epsilon, 1e-5, in place of the
-  config's: this is the whole of a tenfold deviation in float32 (`set_epsilon_of_post_norms`).
+  config's: this is the whole of the tenfold deviation in float32 (`set_epsilon_of_post_norms`).
 - The scale of the embeddings is multiplied in float32, where transformers rounds it to the weights' type first.
 - Embedding and rotation ask Megatron's global groups, which describe one layout only.
 """

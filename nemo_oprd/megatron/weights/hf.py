@@ -131,7 +131,7 @@ class HFCheckpoint:
 
 
 def finite(read: TensorReader, source: str | Path) -> TensorReader:
-    """`read`, which refuses tensors that hold NaN or infinite values. `source`: where they come from, for messages."""
+    """Returns `read` with a check that refuses NaN and infinite values. `source`: the tensors' source, for messages."""
 
     def checked(name: str) -> torch.Tensor:
         tensor = read(name)

@@ -1,4 +1,4 @@
-"""Saves and loads a checkpoint as `train.py` does, with Megatron's planning, and without a byte on the disk.
+"""Saves and loads a checkpoint as `train.py` does, with Megatron's planning, up to the files: no byte reaches the disk.
 
 The shards of other ranks are not known: each rank plans for itself alone, and the rehearsal does not validate that all
 shards together cover the checkpoint.
