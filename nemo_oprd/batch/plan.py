@@ -123,7 +123,7 @@ class BatchPlan:
 
     @cached_property
     def _sequences(self) -> _Sequences:
-        """Where each response's sequence is."""
+        """The places of the responses' sequences."""
         placed = [
             (i, d, m, offset, padded, pack.total)
             for d, packs in enumerate(self.packs)
@@ -136,7 +136,7 @@ class BatchPlan:
         return _Sequences(*columns)
 
     def places(self, responses: Sequence[int] | np.ndarray) -> RowPlaces:
-        """Which ranks hold the rows of some responses, and where."""
+        """The ranks that hold the rows of some responses, and the rows' places there."""
         rows = self.table.rows_of(responses)
         response, position, layout = self.table.response[rows], self.table.position[rows], self.layout
         sequences, size = self._sequences, layout.context
@@ -208,7 +208,7 @@ class BatchPlan:
 
     @property
     def replicated(self) -> bool:
-        """Whether tensor ranks hold copies of the same hidden states."""
+        """True if tensor ranks hold copies of the same hidden states."""
         return self.layout.tensor > 1 and not self.layout.sequence
 
 

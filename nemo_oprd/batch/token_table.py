@@ -98,7 +98,7 @@ class TokenTable:
         return found
 
     def needed_tokens(self, num_responses: int) -> list[int]:
-        """For each response of the batch, how many tokens of prompt + response its rows depend on.
+        """For each response of the batch, the number of tokens of prompt + response that its rows depend on.
 
         0 for a response without rows. Tokens after the last row are not needed, because attention is causal.
         """

@@ -1,6 +1,6 @@
-"""The objects that pass between the stages of a step: prompts -> Rollout -> TeacherTargets -> training.
+"""The objects that pass between the stages of a step, prompts -> Rollout -> TeacherTargets -> training; and spans.
 
-The classes hold data and compute nothing. What a rollout has per token is in arrays, which may be views into one large
+The classes hold data and compute nothing. A rollout's values per token are in arrays, which may be views into one large
 buffer: a step has millions of tokens, and no stage makes an object of Python for each of them.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# Which weights sampled which tokens of a response: spans, int32 [spans, 3] of (version, start, end).
+# Spans: the weights that sampled the tokens of a response, int32 [spans, 3] of (version, start, end).
 #
 # The version is the number of optimizer steps behind the weights. The tokens of a span are those from `start` on and
 # below `end`. The spans of a response follow each other without a gap, and no later one is of earlier weights.
@@ -40,7 +40,7 @@ def token_versions(spans: np.ndarray) -> np.ndarray:
 
 
 def problem(spans: np.ndarray, tokens: int) -> str | None:
-    """What is wrong with the spans of a response of so many tokens, as "found; expected ..."; None: nothing."""
+    """The fault of the spans of a response of `tokens` tokens, as "found; expected ..."; None: no fault."""
     if spans.ndim != 2 or spans.shape[1] != len(_NAMES) or (spans < 0).any():
         return "no spans of (version, start, end) from 0 on; expected such"
     versions, starts, ends = spans.T.tolist()
@@ -95,8 +95,8 @@ class Rollout:
 
     `logprobs[t]` is the natural logarithm of the probability that response token t had in the distribution that the
     engine sampled from, its temperature included; None if the engine recorded none. Engines compute float32; numbers of
-    a file of rollouts are rounded to it. `weight_versions` says which weights sampled which tokens, int32 [spans, 3],
-    see `types.py`; None if it is not known.
+    a file of rollouts are rounded to it. `weight_versions` are spans, int32 [spans, 3], see `span`; None if
+    they are not known.
 
     `expert_routes[t, i]` are the experts that token t of prompt and response visited in the i-th layer with experts of
     the engine, int16 [tokens, layers with experts, K]; None if the engine recorded none. The last response token may be

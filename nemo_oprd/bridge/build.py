@@ -1,4 +1,4 @@
-"""From the statistics of all layer pairs to a bridge: the fits, the choice of the rank, and the report."""
+"""Builds a bridge from the statistics of all layer pairs: the fits (also the paper's), the rank, and the report."""
 
 from __future__ import annotations
 

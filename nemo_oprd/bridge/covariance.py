@@ -1,4 +1,4 @@
-"""Streaming second moments of paired hidden states: all that the fit needs, in memory that no token count enlarges.
+"""Streaming second moments of paired hidden states: the whole input of the fit, in memory of constant size.
 
 Moments are centred and updated batch by batch (Chan, Golub, LeVeque 1979), never kept as sums of raw products: massive
 activations put means of thousands beside variances of one, and E[x^2] - E[x]^2 would cancel every digit.
@@ -114,7 +114,7 @@ class Moments:
 class PairStatistics:
     """The statistics of one layer pair: the moments of each part of the data, and one sample of rows.
 
-    `moments[p]` belongs to part p of `sampling.PARTS`. Basis, means and projector are computed from the training part
+    `moments[p]` belongs to part p of `row_sample.PARTS`. Basis, means and projector are computed from the training part
     alone.
     """
 
@@ -144,7 +144,7 @@ class PairStatistics:
 
         Args:
             response_N, token_N: the response of each row and the token's index in it; together they identify the row.
-            part_N: the part that each row's response belongs to (`sampling.assign_parts`).
+            part_N: the part that each row's response belongs to (`row_sample.assign_parts`).
 
         Raises:
             ValueError: the shapes do not fit, a value is not finite, or a row was fed before.

@@ -1,4 +1,4 @@
-"""A bridge in memory: the maps of every layer pair, and the models and hidden states that they were made for."""
+"""A bridge in memory: the maps of every layer pair, their models and hidden states; and the full-width bridge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_oprd.bridge.covariance import LayerPair
 class ModelIdentity:
     """The properties of a model that must agree with those of the model that a bridge was made for.
 
-    None stands for unknown and is not compared. `name` says where the model came from; it is for people and is not
+    None stands for unknown and is not compared. `name` is the model's source; it is for people and is not
     compared either. `tokenizer` is `Tokenizer.fingerprint()`. `weights` is any hash of the weights; it is useful for a
     frozen teacher, whereas a student's weights change in training.
     """
@@ -74,7 +74,7 @@ class Bridge:
 
     @property
     def full_width(self) -> bool:
-        """Whether the teacher's hidden states are compared without a projection."""
+        """True if the teacher's hidden states are compared without a projection."""
         return all(maps.teacher_basis is None for maps in self.pairs.values())
 
     def for_layer(self, layer: int) -> LayerBridge:

@@ -1,4 +1,4 @@
-"""The choice of a bridge's rank, and the baselines that its fit is compared with.
+"""Chooses a bridge's rank, and computes the baselines of its fit.
 
 The paper's total error at rank r (theorem bias_variance) is
 

@@ -62,7 +62,7 @@ def bytes_per_microbatch(plan: StepPlan, objective: StepObjective, student: Role
 
 @dataclass(frozen=True)
 class Distiller:
-    """The student and its teachers, and what they do together in an update. Every rank has one, whatever its roles."""
+    """The student and its teachers, and their common steps in an update. Every rank has one, whatever its roles."""
 
     config: Config
     objective: Objective
@@ -72,7 +72,7 @@ class Distiller:
     routing: Routing
 
     def close(self) -> None:
-        """Ends what the teachers have started."""
+        """Stops everything that the teachers have started."""
         for teacher in self.teachers:
             teacher.close()
 
@@ -81,7 +81,7 @@ class Distiller:
 
         Args:
             step: number of updates before this one; None: every loss at its largest weight (the gradient check).
-            watch: whether the objective includes what is only measured (`watched_metrics.py`, `token_metrics.py`).
+            watch: include values that are only measured (`metrics/watched_metrics.py`, `metrics/token_metrics.py`).
         """
         adaptive = self.student.adaptive
         objective = self.objective.for_step(
@@ -140,7 +140,7 @@ class Distiller:
     def ask_ahead(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Lets teachers begin with complete responses of a step (0-based) whose batch is not; from any thread.
 
-        What a batch as a whole decides, such as rows that are drawn from it, is not asked for.
+        Rows that depend on the whole batch, such as rows drawn from it, are not requested.
         """
         objective, budget = self.objective_of(step), self.config.train.tokens_per_microbatch
         if objective.output is not None and objective.output.only_watched:

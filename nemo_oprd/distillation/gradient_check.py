@@ -15,7 +15,7 @@ from nemo_oprd.distillation.step import StepResult
 
 
 def check_gradients(distiller: Distiller, accumulate: Callable[..., StepResult]) -> str:
-    """One forward and backward pass on a few short random responses -> the result, as a line for the user.
+    """Runs one forward and backward pass on a few short random responses; returns the result as a line for the user.
 
     Args:
         accumulate: `train.accumulate_gradients`.

@@ -1,7 +1,7 @@
 """The student's observer: computes each supervised layer's loss on the stage of the layer and injects its gradient.
 
-What it measures is summed by name over the microbatches and ranks of an update (`step_metrics.py`); the functions at
-the end of this module turn the sums into metrics. A metric per layer is one entry of `LAYER_METRICS`.
+Its measured values are summed by name over the microbatches and ranks of an update (`metrics/step_metrics.py`);
+functions at the end of this module turn the sums into metrics. A metric per layer is one entry of `LAYER_METRICS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_oprd.losses.representation import RowLoss
 
 @dataclass(frozen=True)
 class ComparedRows:
-    """c rows of one layer: what is compared, float32 [c, D] (or [c, R] behind a bridge), and what it gives, [c]."""
+    """c rows of one layer: the compared states, float32 [c, D] (or [c, R] behind a bridge), and their losses, [c]."""
 
     student_ND: torch.Tensor
     teacher_ND: torch.Tensor
@@ -35,7 +35,7 @@ class LayerMetric(NamedTuple):
     """A sum over the rows of a layer, or a metric per layer, or both.
 
     Attributes:
-        summed: what is summed over some rows, of any shape; None: the value comes from other sums.
+        summed: the function that sums over some rows, of any shape; None: the value comes from other sums.
         value: the layer's sums -> the metric `rep/NAME_layer/LAYER`; None: the sum is only part of other metrics.
             Beside the sums `LAYER_SUMS`, "rows" is the number of the layer's rows, and "gradient_of_all_layers" the
             total of "squared_gradient".
@@ -91,7 +91,7 @@ class HiddenStateLoss:
     Args:
         counts_rows: whether this rank adds its rows to the metrics; False on replicas of another rank's rows (tensor
             parallelism without sequence parallelism).
-        project: (layer, float32 [n, D]) -> what is compared with the target: the states, or a projection [n, R].
+        project: (layer, float32 [n, D]) -> the values to compare with the target: the states, or a projection [n, R].
 
     Attributes:
         sums: name -> float64 sum over this microbatch; absent if nothing was measured. "layers" [layers,

@@ -34,10 +34,10 @@ class OutputTerm:
     """The output loss of one update: its divergence, its weight, and its rows.
 
     Attributes:
-        sends_states: what the teacher sends per row. True: the final hidden state, from which the student rank computes
+        sends_states: the teacher's values per row. True: the final hidden state, from which the student rank computes
             the teacher's distribution. False: two numbers, the log-probability of the sampled token and the entropy.
         drawn_rows: 0 for a loss, which covers all response tokens. A positive number means that the divergence is only
-            measured, on that many rows (`watched_metrics.py`).
+            measured, on that many rows (`metrics/watched_metrics.py`).
         searched_rows: the number of rows in which the top sets are searched where they are only measured; 0: all.
         draw_key: the seed by which rows are drawn.
     """
@@ -70,7 +70,7 @@ class OutputTerm:
 
     @property
     def only_watched(self) -> bool:
-        """Whether the divergence is measured without being part of the loss."""
+        """True if the divergence is measured without being part of the loss."""
         return self.drawn_rows > 0
 
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
@@ -102,7 +102,7 @@ class OutputTerm:
 
 @dataclass(frozen=True)
 class TeacherMatch:
-    """How the hidden states of one teacher are compared with the student's."""
+    """The comparison of one teacher's hidden states with the student's: layer pairs, bridge, and shared ids."""
 
     spec: ModelSpec
     layers: dict[int, int]  # supervised student layer -> teacher layer, both 1-based
@@ -241,12 +241,12 @@ class Objective:
 
     @property
     def trains_head(self) -> bool:
-        """Whether a loss trains the student's LM head in some update."""
+        """True if a loss trains the student's LM head in some update."""
         return largest(self.weights[1]) > 0 and self.output is not None
 
     @property
     def trains_in_parts(self) -> bool:
-        """Whether the parameters that only the output loss reaches are trained in some updates and not in others."""
+        """True if the parameters that only the output loss reaches are trained in some updates and not in others."""
         return self.trains_head and vanishes(self.weights[1])
 
     @property
@@ -281,7 +281,7 @@ class StepObjective:
     layer_weights: dict[int, float]  # student layer -> its weight within the representation loss
     position_factors: np.ndarray | None
     output: OutputTerm | None
-    kept_responses: int = 0  # number of responses whose values per token are kept (`token_metrics.py`)
+    kept_responses: int = 0  # number of responses whose values per token are kept (`metrics/token_metrics.py`)
 
     @property
     def output_weight(self) -> float:
@@ -328,7 +328,7 @@ def _shared(
     """`TeacherMatch.shared`; ValueError if the teacher cannot read the student's ids.
 
     Args:
-        by_tokenizer: what `shared_ids` of `Objective.build` found.
+        by_tokenizer: the result of `shared_ids` of `Objective.build`.
         only_rows: take all ids for which both models have rows.
     """
     if config.teacher.reads == "ids" and student.vocab_size != teacher.vocab_size and by_tokenizer is None:

@@ -2,8 +2,8 @@
 
 Like the loss of a layer, the output loss is an identity in the forward pass. Logits exist in the backward pass only,
 one chunk at a time; value and gradient of a chunk come from one product with the head (`losses/chunked.py`). The
-gradient of the head is added to Megatron's float32 gradient buffer directly. `output_head_metrics` turns what the
-losses of an update measured into metrics.
+gradient of the head is added to Megatron's float32 gradient buffer directly. `output_head_metrics` turns the
+measured sums of an update into metrics.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class OutputHeadLoss:
 
 
 def output_head_metrics(sums: Mapping[str, torch.Tensor], term: OutputTerm | None) -> dict[str, float]:
-    """The metrics of the output loss, or of what is only measured, by their names in metrics.jsonl.
+    """The metrics of the output loss, or of a divergence that is only measured, by their names in metrics.jsonl.
 
     `sums` are those of `OutputHeadLoss.named_sums` over all ranks, on the CPU.
     """

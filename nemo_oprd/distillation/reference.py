@@ -1,9 +1,8 @@
 """The paper's equations on plain Hugging Face models in one process, for checking an installation.
 
-Shares nothing with the Megatron path but the configuration, the file of rollouts, what quantised weights stand for and
-a row loss of the user's: no packing, no layouts, no row table; sequences go through one by one. The built-in losses are
-defined here once more.
-Slow on purpose, and meant to be read against the paper.
+Shares nothing with the Megatron path but the configuration, the file of rollouts, dequantised weights and a row loss of
+the user's: no packing, no layouts, no row table; sequences pass one by one. It defines the built-in losses once more,
+and the routers' losses. Slow on purpose, and to be read against the paper.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from nemo_oprd.models import FAMILIES, parse_model_spec, read_hf_config
 from nemo_oprd.models.families import fused_name
 from nemo_oprd.models.quantization import forget_quantization, known_quantization
 
-# The routers' losses of the plain Hugging Face computation, and tokens that visit recorded experts.
+# The routers' losses of the plain Hugging Face computation, and the replay of recorded experts.
 #
 # Shapes: T tokens of a sequence, E experts, K experts per token.
 
@@ -84,7 +83,7 @@ class RouterReference:
         return logits, weights, experts
 
     def before(self, rollout: Rollout) -> None:
-        """Called before the model computes a rollout; with `student.router_replay` its tokens visit its experts."""
+        """Prepares the routers for a rollout; with `student.router_replay` its tokens visit its experts."""
         self._forced = rollout.expert_routes if self.student.router_replay else None
 
     @torch.no_grad()
@@ -118,7 +117,7 @@ class RouterReference:
 
     @property
     def total(self) -> float:
-        """What the losses add to the total loss."""
+        """The sum that the losses add to the total loss."""
         return sum(self._weights[name] * loss for name, loss in self.losses.items())
 
 
@@ -140,7 +139,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
 def _objective(
     config: Config, rollouts: list[Rollout], student: Any, teachers: list[Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """As `reference`, of transformers' models."""
+    """The result of `reference`, from transformers' models."""
     loss = config.loss.representation
     distance = row_loss(loss)
     layers = _layers(loss.layers, student.config.num_hidden_layers)
@@ -210,7 +209,7 @@ def _routers(
     supervised: range,
     weight_of_output: float,
 ) -> RouterReference | None:
-    """What the settings ask of the student's routers; None if transformers' own routers do all of it."""
+    """The routers that replace the student's by the settings; None if transformers' own routers suffice."""
     loss = losses.representation
     if not (student.router_aux_loss or student.router_z_loss or student.router_replay):
         return None
@@ -225,7 +224,7 @@ def _routers(
 
 
 def _gradients(model: Any, path: str) -> dict[str, torch.Tensor]:
-    """The gradients of a transformers model by the names in its files; that of each expert by itself."""
+    """The gradients of a transformers model by the names in its files, one for each expert."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if model.config.model_type in FAMILIES:
         spec = parse_model_spec(model.config.to_dict())
@@ -316,7 +315,7 @@ class _OutputLoss:
     def response_loss(
         self, student: Any, teacher: Any, rollout: Rollout, teacher_weight: float
     ) -> torch.Tensor | float:
-        """The part of `output/loss` of one response; its value is added to `loss`."""
+        """Returns the part of `output/loss` of one response, and adds its value to `loss`."""
         if self.loss is None:
             return 0.0
         vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)
@@ -444,7 +443,7 @@ def _teacher_sequence(rollout: Rollout) -> Rollout:
 
 
 def _teacher_position(rollout: Rollout, t: int) -> int | None:
-    """Position of the teacher's state for response token t (-1: the prompt's last token); None for no partner."""
+    """Position of the teacher's state for response token t (-1: the prompt's last token); None without a partner."""
     prompt = len(_teacher_sequence(rollout).prompt_ids)
     if rollout.teacher_index is None or t == -1:
         return prompt + t

@@ -1,4 +1,4 @@
-"""The routers of the student in one update: their losses, what is measured of them, and routes that are replayed.
+"""The routers of the student in one update: their losses, their metrics, and routes that are replayed.
 
 For each of the update's n layers with experts, over the T tokens that the update computes on all ranks (prompts
 included, padding not), with p_te the router's probability of expert e and z_te its logits:
@@ -45,7 +45,7 @@ from nemo_oprd.models import ModelSpec
 
 @dataclass(frozen=True)
 class RouterTerm:
-    """What an update computes of the student's routers."""
+    """The routers' part of an update: layers, counted tokens and loss weights."""
 
     experts: int
     per_token: int
@@ -85,7 +85,7 @@ class RouterTerm:
 
     @property
     def sums_shape(self) -> tuple[int, int]:
-        """Of the sum "routers" of `RouterLosses`."""
+        """The shape of the sum "routers" of `RouterLosses`."""
         return len(self.layers), 2 * self.experts + len(RouterLosses.SUMS)
 
 
@@ -187,7 +187,7 @@ class RouterLosses:
 
 
 def choices(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """How often each of `count` experts occurs in `experts`, float64 [count]."""
+    """The number of times that each of `count` experts occurs in `experts`, float64 [count]."""
     # bincount would wait for the device
     flat = experts.flatten()
     ones = torch.ones(len(flat), dtype=torch.float64, device=flat.device)
@@ -196,7 +196,7 @@ def choices(experts: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RouterMicrobatch:
-    """What the routers do in one microbatch: their routes in both passes, with the observer of the training pass."""
+    """The routers in one microbatch: their routes in both passes, and the observer of the training pass."""
 
     routes: Routes
     losses: RouterLosses

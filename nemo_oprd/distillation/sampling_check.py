@@ -1,8 +1,8 @@
-"""Whether an engine of its own samples from the student: its log-probabilities against the trainer's own ones.
+"""Checks that a separate engine samples from the student: compares its log-probabilities with the trainer's.
 
 Versions and checksums say that the bytes of the weights have arrived. They don't say that the engine computes with
 them: a packed copy of the head may be stale, keys of the old weights may be in a prefix cache, the temperature may be
-another one. What was sampled looks plausible in all these cases, and the losses fall. So before each update the student
+another one. The responses look plausible in all these cases, and the losses fall. So before each update the student
 computes the log-probabilities of some of the sampled tokens, by a forward pass without gradient at full depth. Its cost
 does not grow with the batch: a few responses are drawn, other ones in every step, and a few tokens of each.
 """
@@ -71,7 +71,7 @@ class SamplingCheck:
         return {} if found is None else compare(*found, BOUNDS[self._config.precision])
 
     def drift(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """How far the student is from the earlier ones that sampled: metrics, which have no bounds.
+        """Metrics, without bounds, of the distance of the student from the earlier ones that sampled.
 
         `rollout/drift_kl` estimates KL(those that sampled | student) in nats per token as `compare` does;
         `rollout/drift_effective_sample_size` is (sum w)^2 / (n sum w^2) with w the ratio of the probabilities. Both

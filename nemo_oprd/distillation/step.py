@@ -6,8 +6,8 @@
         accumulation.forward_backward(group, distiller.targets(batch, group))
     metrics = accumulation.finish()
 
-Every rank runs these lines, whatever its roles; outside the student's ranks `forward_backward` does nothing. What later
-updates on the same rollouts use again is returned as `KeptResults`.
+Every rank runs these lines, whatever its roles; outside the student's ranks `forward_backward` does nothing. Later
+updates on the same rollouts use the `KeptResults` of the first one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KeptResults:
 
 
 class StepResult(NamedTuple):
-    """The metrics of an update, None on ranks outside the student, and what the next one on its rollouts uses again."""
+    """The metrics of an update, None on ranks outside the student, and the results that later updates use again."""
 
     metrics: StepMetrics | None
     kept: KeptResults
@@ -114,7 +114,7 @@ class GradientAccumulation:
                 self._sums.add(output.named_sums(len(batch.rollouts), slots, counts_rows=coords.tensor == 0))
 
     def finish(self) -> StepMetrics | None:
-        """The metrics of all groups, after the gradient check has passed; None on ranks outside the role.
+        """Checks the gradients; returns the metrics of all groups, None on ranks outside the role.
 
         Raises:
             CaptureError: a supervised layer did not receive the planned number of gradients.
@@ -134,7 +134,7 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def _routers_of_all_microbatches(self) -> list[RouterMicrobatch]:
-        """Per microbatch of the batch, what its routers do; empty for a student without experts.
+        """The routers of each microbatch of the batch; empty for a student without experts.
 
         With a load-balancing loss, a pass without gradients counts first how often each expert is chosen.
         """

@@ -14,7 +14,7 @@ from nemo_oprd.distillation.router_losses import RouterTerm
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What an update trains on, the same on every rank.
+    """The batch of an update, the same on every rank.
 
     `groups` divides the microbatches of `plan`. The models process one group after the other, the gradients of the
     groups add up, and only one group's targets are in memory at a time.
@@ -32,5 +32,5 @@ class StepBatch:
 
     @cached_property
     def routers(self) -> RouterTerm | None:
-        """What the update computes of the student's routers; None for a student without experts."""
+        """The routers' part of the update; None for a student without experts."""
         return RouterTerm.build(self.plan, self.objective, len(self.rollouts))

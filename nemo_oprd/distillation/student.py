@@ -88,9 +88,9 @@ class Student:
         """Builds, loads and wraps this rank's part.
 
         Args:
-            needs: what the updates compute; says whether the last stage needs the teachers' heads.
+            needs: the needs of the updates; they say whether the last stage needs the teachers' heads.
             read, read_teachers: return a tensor of the student, and of each teacher, by its HF name.
-            source: where the student comes from, for messages.
+            source: the path of the student's weights, for messages.
             trainable: False builds no gradients and no optimizer; then only `hidden_states` can be used.
 
         Raises:
@@ -130,7 +130,7 @@ class Student:
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
 
     def _needs_distributed_optimizer(self) -> bool:
-        """Whether `auto` must take the distributed optimizer on all ranks of the role.
+        """True if `auto` must take the distributed optimizer on all ranks of the role.
 
         Megatron's plain bf16 optimizer can't save float32 parameters, as some layers of Transformer Engine have.
         """
@@ -157,7 +157,7 @@ class Student:
         return self.objective.student
 
     def kernels(self) -> dict[str, str]:
-        """Which implementations this rank uses, by their purpose."""
+        """The implementations that this rank uses, by their purpose."""
         inner = None if self.optimizer is None else self.optimizer.chained_optimizers[0].optimizer
         layers = self.chunks[0].backend if self.chunks else layer_backend(self.dtype)
         return chosen_kernels(layers, self.dtype, inner, delta_net=self.spec.delta is not None)
@@ -180,7 +180,7 @@ class Student:
             chunk.zero_grad_buffer()
 
     def optimizer_step(self, step: int, objective: StepObjective, metrics: StepMetrics | None) -> Update | None:
-        """One optimizer step with the accumulated gradients; skipped if a gradient or a loss is not finite.
+        """Does one optimizer step with the accumulated gradients; skips it if a gradient or a loss is not finite.
 
         Args:
             step: number of steps before this one; it determines the learning rate.

@@ -3,8 +3,8 @@
 The two roles may differ in every parallel size, and may share ranks or not. Each rank plans its messages by index
 arithmetic, without communication and without a central process. Each supervised (layer, row) is sent at most once, and
 not at all if sender and receiver are the same rank. Student tensor ranks that need the same rows receive an equal part
-each and gather the parts among themselves. A few layers at a time are exchanged, and what was sent is freed, so that a
-rank of both roles never holds much more than the larger of what it sends and what it receives.
+each and gather the parts among themselves. Ranks exchange a few layers at a time, and free sent values, so that a
+rank of both roles never holds much more than the larger of the sent and the received values.
 
 n rows of a message or a rank, D width of a target (bridge rank R where the teacher sends projections).
 """
@@ -172,7 +172,7 @@ class Exchange:
     def _send_and_receive(
         self, messages: list[_Message], outgoing: RowShard | None, part: list[int]
     ) -> tuple[list[_Arrival], int]:
-        """(What arrived of the layers `part`, bytes from other ranks)."""
+        """Exchanges the layers `part`; returns (the arrived values, bytes from other ranks)."""
         operations: list[dist.P2POp] = []
         arrived: list[_Arrival] = []
         received = 0

@@ -1,10 +1,10 @@
 """A teacher: computes the states of its rollouts' supervised rows and sends every student rank its targets.
 
-`Teacher` is what all teachers share. `MegatronTeacher` runs a model in this process: a separate one without gradients,
-or the student's chunks (`teacher.weights=student`). A separate model has no DDP buffers and no layer deeper than the
-deepest one that an update needs. It has an LM head only if the output loss needs log-probabilities of sampled tokens,
-or if the model is saved (`teacher.weights=ema`). Of a layer's states only the supervised rows are kept, projected if
-there is a bridge. A teacher behind vLLM servers is in `vllm/served_teacher.py`.
+`Teacher` has the parts that all teachers share; `EmaTeacher` averages the student's weights. `MegatronTeacher` runs a
+model in this process: a separate one without gradients, or the student's chunks (`teacher.weights=student`). A separate
+model has no DDP buffers and no layer deeper than the deepest one that an update needs. It has an LM head only if the
+output loss needs log-probabilities of sampled tokens, or if the model is saved (`teacher.weights=ema`). Of a layer's
+states, only supervised rows are kept, projected by a bridge. `vllm/served_teacher.py` has teachers behind vLLM servers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SAMPLED_COLUMNS = 2
 
 @dataclass
 class Teacher:
-    """A teacher on this rank; what computes its states is a subclass's `captured`."""
+    """A teacher on this rank; a subclass's `captured` computes its states."""
 
     number: int  # index of the teacher in the configuration
     role: Role
@@ -95,14 +95,14 @@ class Teacher:
         raise NotImplementedError
 
     def ask_ahead(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
-        """Says that a step's batch will hold these responses, for a teacher that can begin to compute; from any thread.
+        """Announces responses of a step's batch to a teacher that can begin to compute; from any thread.
 
         Args:
             plan: of these responses alone, for the teacher.
         """
 
     def asked_ahead(self, step: int) -> tuple[float, float] | None:
-        """When this rank began to ask ahead for a step's batch, and when the last answer came; None without any."""
+        """The times of this rank's first early request for a step's batch, and of the last answer; None without any."""
         return None
 
     def check(self, step: int) -> None:
@@ -113,13 +113,13 @@ class Teacher:
         """
 
     def close(self) -> None:
-        """Ends what the teacher has started; it is of no use afterwards."""
+        """Stops everything that the teacher has started; it cannot be used afterwards."""
 
     @torch.no_grad()
     def targets(
         self, rollouts: list[Rollout], plan: StepPlan, student_plan: StepPlan, student: Role, objective: StepObjective
     ) -> TeacherTargets:
-        """Forward pass over the teacher's sequences, then the transfer. Every rank of the world calls this.
+        """Runs the forward pass over the teacher's sequences, then the transfer. Every rank of the world calls this.
 
         Args:
             plan, student_plan: the teacher's rows, packed for the teacher's layout and for the student's.
@@ -159,7 +159,7 @@ class MegatronTeacher(Teacher):
     def captured(
         self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
     ) -> tuple[RowShard | None, RowShard | None]:
-        """See `Teacher`."""
+        """Runs the forward pass, as `Teacher.captured` says."""
         return (None, None) if self.chunks is None else self._forward(rollouts, plan, objective)
 
     def offload(self) -> None:

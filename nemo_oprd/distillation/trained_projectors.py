@@ -78,7 +78,7 @@ def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector
 def student_projection(
     chunks: Sequence[DistillingModel], objective: Objective, teacher: int
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """(Layer, student states [n, D]) -> what is compared with a teacher's targets: [n, R], or the states themselves."""
+    """(Layer, student states [n, D]) -> values to compare with teacher's targets: [n, R], or the states themselves."""
     if objective.trains_bridge:
         projectors = projectors_of(chunks)
         return lambda layer, rows_ND: projectors[layer](rows_ND)

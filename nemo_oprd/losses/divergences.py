@@ -82,7 +82,7 @@ class Support:
 
 @dataclass
 class Chunk:
-    """What a divergence is computed from: c rows, this rank's V real ids, models at the loss's temperature.
+    """The input of a divergence: c rows, this rank's V real ids, models at the loss's temperature.
 
     A divergence overwrites `p_CV`, the student's probabilities, with its gradient; the other [c, V] tensors are free to
     be overwritten, too.
@@ -123,7 +123,7 @@ class Chunk:
         return self.metrics["teacher_logprob"]
 
     def set_gradient_at_ids_(self, background_C: torch.Tensor, ids_CK: torch.Tensor, on_ids_CK: torch.Tensor) -> None:
-        """Overwrites p with the gradient `background` * p everywhere, plus `on_ids` at the columns `ids`."""
+        """Overwrites p with the gradient `background_C` * p everywhere, plus `on_ids_CK` at the columns `ids_CK`."""
         if self.with_grad:
             self.p_CV.mul_(background_C[:, None])
             add_at_ids_(self.p_CV, ids_CK, on_ids_CK, self.shard)

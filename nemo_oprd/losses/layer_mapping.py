@@ -1,4 +1,4 @@
-"""Which student layers are supervised, with which weights, and which teacher layer each of them is matched to."""
+"""Resolves the supervised student layers, their weights, and the teacher layer that each is matched to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an output loss is: its divergence and the divergence's options. The functions are in `divergences.py`.
+"""The output loss: its divergence, the divergence's options, and corrections. The functions are in `divergences.py`.
 
 `DivergenceOptions` are at the same time the keys of `loss.output` that describe the divergence: the schema inherits
 them, with their meanings and checks. No torch is imported here.
@@ -38,7 +38,7 @@ def check_range(low: float, high: float) -> None:
 
 @dataclass(frozen=True)
 class Correction:
-    """How the ratio r becomes the weight of a token.
+    """Turns the ratio r into the weight of a token.
 
     "truncate" moves a ratio outside [low, high] to the nearer bound; "mask" gives such a token the weight 0. Both bound
     the variance at the price of a bias, which is 0 where no ratio is outside the range.
@@ -82,7 +82,7 @@ _CHOICES = {"support": Support, "normalizer": Normalizer, "support_weight": Role
 
 @dataclass(frozen=True)
 class DivergenceOptions:
-    """Which divergence, "none" or a kind of `DIVERGENCES`, and its options. Messages name the options `loss.output.*`.
+    """The divergence, "none" or a kind of `DIVERGENCES`, and its options. Messages name the options `loss.output.*`.
 
     Raises ValueError for an unknown kind, or an option out of range.
     """
@@ -147,22 +147,22 @@ class DivergenceOptions:
 
     @property
     def is_off(self) -> bool:
-        """Whether there is no output loss."""
+        """True if there is no output loss."""
         return self.kind == "none"
 
     @property
     def from_samples(self) -> bool:
-        """Whether it is an estimate from the sampled tokens, see `DivergenceEntry`."""
+        """True if the divergence is an estimate from the sampled tokens, see `DivergenceEntry`."""
         return not self.is_off and self._entry.from_samples
 
     @property
     def needs_distribution(self) -> bool:
-        """Whether the teacher's logits are needed; log-probabilities of the sampled tokens suffice otherwise."""
+        """True if the teacher's logits are needed; log-probabilities of the sampled tokens suffice otherwise."""
         return not self.is_off and not self._entry.from_samples
 
     @property
     def needs_support(self) -> bool:
-        """Whether the top sets of `k` ids are needed."""
+        """True if the top sets of `k` ids are needed."""
         return not self.is_off and self._entry.needs_support
 
     @property
@@ -180,7 +180,7 @@ class DivergenceOptions:
 
 @dataclass(frozen=True)
 class OutputLoss(DivergenceOptions):
-    """A divergence that is computed, so not "none".
+    """A divergence to compute, so not "none".
 
     `correction` weighs a token by the ratio of the student's probability to that of the engine that sampled the token;
     None: every token has the weight 1.

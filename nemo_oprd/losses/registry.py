@@ -1,8 +1,8 @@
 """The losses by name. This table is known without importing torch; the functions are imported when a run needs them.
 
 A name of a built-in loss stands for a function of this package. `MODULE:FUNCTION` names a function of the user's, which
-is imported from Python's path or from the working directory. docs/losses.md says what such a function looks like and
-how a built-in one is added.
+is imported from Python's path or from the working directory. docs/losses.md describes such a function, and
+how to add a built-in one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from nemo_oprd.losses.representation import RowLoss
 
-# How much of a loss is computed at a time, for the losses and for `plan`, which imports no torch.
+# Sizes of the parts of a loss that are computed at a time, for the losses and for `plan`, which imports no torch.
 
 
 # Rows converted to float32 at a time. This bounds the transient memory of a value and of its gradient, for width 4096
@@ -33,7 +33,7 @@ SLAB = 16384
 
 @dataclass(frozen=True)
 class RowLossEntry:
-    """A built-in distance between hidden states: where its function is, and the keys that `kind_args` may hold."""
+    """A built-in distance between hidden states: its function's path, and the keys that `kind_args` may hold."""
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class RowLossEntry:
 
 @dataclass(frozen=True)
 class DivergenceEntry:
-    """A built-in divergence between next-token distributions: where its function is, and what the function needs.
+    """A built-in divergence between next-token distributions: its function's path, and the function's needs.
 
     `from_samples`: it estimates an expectation from the sampled tokens, so that the teacher's log-probabilities of
     these suffice, the tokens must be the student's, and their weights can be corrected and clipped; otherwise it needs
@@ -78,7 +78,7 @@ _TRIAL_TOLERANCE = 1e-4
 
 
 def check_row_loss(kind: str, kind_args: Mapping[str, Any]) -> None:
-    """Checks what `loss.representation` says by itself; nothing is imported.
+    """Checks `loss.representation` by itself, without an import.
 
     Raises:
         ValueError: `kind` is neither a built-in loss nor MODULE:FUNCTION, or a built-in one has no such argument.
@@ -188,7 +188,7 @@ def _try_row_loss(kind: str, row_loss: RowLoss, dim_reduction: str, width: int) 
 
 
 def _describe(value: Any) -> str:
-    """A dtype and shape such as "float32 [3]", or what else it is."""
+    """The dtype and shape of a tensor, such as "float32 [3]", or the type of another value."""
     import torch
 
     if not isinstance(value, torch.Tensor):

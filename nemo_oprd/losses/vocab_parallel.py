@@ -145,13 +145,13 @@ def head_logits(hidden_CD: torch.Tensor, head_VD: torch.Tensor, shard: VocabShar
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What turns a model's final states into logits: scale * bound(states weight^T + bias), in vLLM's order.
+    """The output layer from final states to logits: scale * bound(states weight^T + bias), in vLLM's order.
 
     Attributes:
         weight: [size, D], this rank's ids.
         bias: [size]; None for a head without.
-        cap: of the bound, see `cap_`; None: the logits are not bounded.
-        scale: by which the logits are multiplied (Cohere, Granite).
+        cap: the bound's parameter, see `cap_`; None: the logits are not bounded.
+        scale: the factor of the logits (Cohere, Granite).
     """
 
     weight: torch.Tensor
@@ -161,7 +161,7 @@ class OutputHead:
 
     @property
     def terms(self) -> str:
-        """What there is beside the matrix, for messages.
+        """The parts beside the matrix, for messages.
 
         >>> OutputHead(torch.zeros(2, 3), cap=30.0).terms
         'cap 30.0, scale 1.0 and no bias'
@@ -173,7 +173,7 @@ class OutputHead:
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
     def logits(self, hidden_CD: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-        """Of states [c, D] for this rank's real ids: float32 [c, real]; the shard's own cap is of another model."""
+        """Logits of states [c, D] for this rank's real ids, float32 [c, real]; the shard's own cap is not applied."""
         logits_CV = head_logits(hidden_CD, self.weight, replace(shard, cap=None))
         if self.bias is not None:
             logits_CV.add_(self.bias[: shard.real])
@@ -285,7 +285,7 @@ def _ordered(values_CK: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tenso
 
 
 def contains(set_CK: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
-    """Whether each id occurs in the same row of `set_CK`, bool [c, K]."""
+    """For each id, whether it occurs in the same row of `set_CK`, bool [c, K]."""
     sorted_CK = set_CK.sort(dim=1).values
     place_CK = torch.searchsorted(sorted_CK, ids_CK.contiguous()).clamp_(max=set_CK.shape[1] - 1)
     return sorted_CK.gather(1, place_CK) == ids_CK

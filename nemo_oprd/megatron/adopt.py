@@ -39,7 +39,7 @@ class ObservedBlock(TransformerBlock):
     """Shows the state after the final norm to the observer; a mixin for `TransformerBlock` and its subclasses."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the next class."""
+        """Runs the next class's forward, and shows its output to the observer."""
         return observe_block_output(self, super().forward(*args, **kwargs), kwargs.get("packed_seq_params"))
 
 

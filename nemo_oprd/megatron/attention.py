@@ -1,7 +1,7 @@
-"""Core attention on PyTorch's SDPA, used where Transformer Engine is not: packed training and cached decoding.
+"""Core attention on PyTorch's SDPA, for use without Transformer Engine; capped core attention; rotary embeddings.
 
-Replaces Megatron's `DotProductAttention`, which rejects packed sequences and context parallelism and builds the whole
-score matrix. Three paths, chosen by the `PackedSeqParams` of the microbatch:
+`SDPAttention` replaces Megatron's `DotProductAttention`, which rejects packed sequences and context parallelism and
+builds the whole score matrix. Three paths, chosen by the `PackedSeqParams` of the microbatch:
 - packed (THD), one context rank: sequences of similar length share one causal SDPA call;
 - packed, several context ranks: keys and values are gathered, and each zig-zag chunk attends up to its own end;
 - decoding: keys and values are in a `KVCache` indexed by position.
@@ -32,7 +32,7 @@ from nemo_oprd.models.rope import Frequencies
 
 # Sequences share a padded SDPA call if the longest is at most this many times the shortest; this bounds wasted work.
 BUCKET_RATIO = 1.5
-# what flash attention computes with
+# the dtypes of flash attention
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -180,7 +180,7 @@ class SDPAttention(MegatronModule):
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
-        """Every context rank gathers all keys and values; their gradient is reduce-scattered."""
+        """Attends with all keys and values, which every context rank gathers; their gradient is reduce-scattered."""
         both = torch.cat([key, value], dim=-1)
         # Megatron's mapping for sequence parallelism, applied to the context group
         gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
@@ -206,7 +206,7 @@ class SDPAttention(MegatronModule):
 
 
 def repeats_heads(q: torch.Tensor) -> bool:
-    """Whether keys and values of grouped heads are repeated for these queries, see `SDPAttention._attend`."""
+    """True if `SDPAttention._attend` repeats keys and values of grouped heads for these queries."""
     return q.device.type != "cpu" and q.dtype not in FLASH_DTYPES
 
 
@@ -222,7 +222,7 @@ def _repeated(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 # plain torch on CPUs and GPUs, for packed sequences, several context ranks, and sliding windows. The scores of some
 # queries are in memory at a time; the backward pass computes them again.
 #
-# Shapes as in `attention.py`.
+# Shapes as in the module's docstring.
 
 
 QUERIES = CAPPED_QUERIES
@@ -257,7 +257,7 @@ class CappedAttention(SDPAttention):
         return torch.cat(parts, dim=2)
 
     def _scored(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As `_attend_last`, with all scores at once."""
+        """Computes `_attend_last` with all scores at once."""
         grouped = q.unflatten(1, (k.shape[1], -1))  # [B, G, A / G, Q, C]
         scores = (grouped @ k.unsqueeze(2).mT) * self.scale
         if self.cap is not None:
@@ -289,7 +289,7 @@ def packed_rotation(
 ) -> Rotation:
     """The rotation [S, 1, 1, C] of packed tokens at `positions` int64 [S] of their sequences.
 
-    `is_long` bool [S]: whether a token's whole sequence is longer than `frequencies.switch`; None if that is no matter.
+    `is_long` bool [S]: whether a token's whole sequence is longer than `frequencies.switch`; None without a switch.
     """
     inv_freq = frequencies.inv_freq
     chosen = inv_freq[0] if is_long is None else torch.where(is_long[:, None], inv_freq[1], inv_freq[0])
@@ -331,7 +331,7 @@ class RotatedSelfAttention(SelfAttention):
         self._rotation: Rotation | None = None  # only while `forward` runs
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        """As the parent class."""
+        """Runs the parent class's forward with the rotation of `packed_seq_params`."""
         self._rotation = packed_seq_params.rotation
         try:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -339,7 +339,7 @@ class RotatedSelfAttention(SelfAttention):
             self._rotation = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """(Query, key, value), each [s, B, heads, channels], the first two of them rotated."""
+        """Returns (query, key, value), each [s, B, heads, channels], the first two of them rotated."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         assert self._rotation is not None
         return rotate(query, self._rotation), rotate(key, self._rotation), value

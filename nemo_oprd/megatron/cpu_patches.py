@@ -76,10 +76,10 @@ class _Stream:
     """Stands in for a CUDA stream and its events: on a CPU the next operation begins when the last one has ended."""
 
     def wait_stream(self, _: Any) -> None:
-        """Nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
     def record_event(self) -> _Stream:
-        """An event that has happened."""
+        """Returns an event that has happened."""
         return self
 
     def synchronize(self) -> None:
@@ -161,12 +161,12 @@ def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool =
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """As Megatron's `maybe_move_tensor_to_cpu`, whose sizes of parts become numpy arrays only if they were on a GPU."""
+    """Replaces Megatron's `maybe_move_tensor_to_cpu`, which makes numpy arrays of sizes only if they were on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def take_torch_optimizer() -> None:
-    """Megatron's optimizer as it is where neither Transformer Engine nor Apex is installed.
+    """Makes Megatron's optimizer behave as without Transformer Engine and Apex.
 
     A name that this version of Megatron-core does not have stays absent.
     """
@@ -208,7 +208,7 @@ def import_uncompiled() -> None:
 
 
 def _may_have_gpu() -> bool:
-    """Whether torch may see a GPU. The driver is not initialised, because a process that did so can't be forked."""
+    """Whether torch may see a GPU. It does not initialise the driver, because such a process can't be forked."""
     if torch.version.cuda is None:
         return torch.version.hip is not None
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # asks the management library

@@ -51,7 +51,7 @@ def causal_convolution(
     Args:
         x: [1, S, C].
         weight: [C, W], of which the last column is of the token itself.
-        cu_seqlens: int [sequences + 1], where the sequences of a pack begin and end; None: there is one.
+        cu_seqlens: int [sequences + 1], the bounds of the sequences of a pack; None: there is one.
 
     Returns:
         ([1, S, C], None).
@@ -155,12 +155,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(tokens: int, cu_seqlens: torch.Tensor | None) -> list[int]:
-    """Where the sequences begin and end; without a pack, all tokens are one."""
+    """The bounds of the sequences; without a pack, all tokens are one sequence."""
     return [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
 
 
 def delta_net_kernels() -> str:
-    """Whose kernels a delta net uses here: `FLA`, where it is installed and CUDA is available, else `TORCH`."""
+    """The kernels that a delta net uses here: `FLA`, if it is installed and CUDA is available, else `TORCH`."""
     common = _module("common")
     return FLA if common.HAVE_FLA and common.l2norm is not l2norm and torch.cuda.is_available() else TORCH
 

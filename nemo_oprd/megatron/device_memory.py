@@ -1,4 +1,4 @@
-"""The memory that a rank has free, for parts of a run whose size is chosen by it (`auto`).
+"""The free memory of a rank, by which parts of a run choose their size (`auto`).
 
 On CUDA (not yet run): a share of what is free at that moment. On a CPU: a fixed amount, because the memory that a
 machine has free is neither what a container may use nor what the other ranks leave.
@@ -12,7 +12,7 @@ CPU_BYTES = 1 << 30
 
 
 def free_bytes(place: torch.device, share: float) -> int:
-    """The bytes that a part of a run may use on a device: on CUDA `share` of the free ones, the rest is for others."""
+    """The bytes that a part of a run may use on a device: on CUDA `share` of the free ones."""
     if place.type != "cuda":
         return CPU_BYTES
     free, _ = torch.cuda.mem_get_info(place)

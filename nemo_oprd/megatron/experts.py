@@ -9,7 +9,7 @@ Transformer Engine's grouped ones). This module replaces two parts of it.
   that a layer that is computed again in the backward pass sends every token to the same experts: two experts of nearly
   equal probability may change places when a product is computed again in another order. For the same reason it can use
   experts that the rollout engine has recorded. Losses and metrics of the router are attached by an observer
-  (`routes.py`).
+  (`router_replay.py`).
 - `PaddedAllGather` is Megatron's allgather dispatcher for ranks with different numbers of tokens, which packs have.
 
 Shapes: N tokens of this rank, E experts, K experts per token.
@@ -143,7 +143,7 @@ class Router(TopKRouter):
 
 
 def _choice(routes: Routes, layer: int, most_probable: torch.Tensor) -> torch.Tensor:
-    """The experts of an earlier pass over the same tokens; in the first one the recorded or the most probable ones."""
+    """The experts of an earlier pass over the same tokens; in the first pass the recorded or the most probable ones."""
     last_pass = torch.is_grad_enabled()
     known = routes.take(layer) if last_pass else routes.kept(layer)
     if known is not None:
@@ -205,7 +205,7 @@ def use_routing_of(chunk: torch.nn.Module, experts: Experts) -> None:
 
 
 def release_weights_after_forward(chunk: torch.nn.Module) -> None:
-    """Makes the dispatchers of a built model forget a pass when it ends: the experts' weights, and where tokens went.
+    """Makes the dispatchers of a built model forget a pass when it ends: the experts' weights, and the tokens' places.
 
     They would keep them until the next pass. Where a layer is computed again in the backward pass, the weights lead to
     the layer's input and its gradient, which would then stay in memory for every layer until the next step. The places

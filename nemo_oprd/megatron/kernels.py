@@ -1,4 +1,4 @@
-"""Which implementations of layers, norms, gradient accumulation and AdamW this process uses."""
+"""The implementations of layers, norms, gradient accumulation and AdamW that this process uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 
 
 def apex_accumulates(dtype: torch.dtype) -> bool:
-    """Whether Megatron's local layers add weight gradients to the float32 buffer inside the matrix product, with Apex.
+    """True if Megatron's local layers add weight gradients to the float32 buffer inside the matrix product, by Apex.
 
     Not for float32, whose runs are for comparisons and take the same path everywhere.
     """
@@ -34,7 +34,7 @@ def accumulate_in_products(chunks: list[Any]) -> None:
 
 
 def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net: bool = False) -> dict[str, str]:
-    """What this process uses, by its purpose, for `layers` ("transformer_engine" or "local") of `dtype`.
+    """Purpose -> the implementation in this process, for `layers` ("transformer_engine" or "local") of `dtype`.
 
     `optimizer` is torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student. `delta_net`
     says whether some of the layers have a gated delta net.

@@ -62,7 +62,7 @@ class DecodeParams(PackedSeqParams):
     """Passes the cache to the attention of every layer; "sbhd" prevents Megatron's attention from taking its packed
     path.
 
-    `rotation` holds the cosines and sines that rotate queries and keys (`rotary.decoding_rotation`). The model's
+    `rotation` holds the cosines and sines that rotate queries and keys (`attention.decoding_rotation`). The model's
     forward computes them once for all layers. `routes` keeps the experts of the tokens; None: they are not kept.
     """
 

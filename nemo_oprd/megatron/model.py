@@ -61,7 +61,7 @@ LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
 
 
 def layer_backend(dtype: torch.dtype) -> str:
-    """Which layers are built for weights of `dtype`: "transformer_engine" or "local".
+    """The layers that are built for weights of `dtype`: "transformer_engine" or "local".
 
     Transformer Engine is chosen where it is installed and CUDA is available, but not for float32: Transformer Engine
     multiplies float32 matrices in TF32, whose 10 bits of mantissa are too few for comparisons to 1e-5, and has no
@@ -86,7 +86,7 @@ def layer_backend(dtype: torch.dtype) -> str:
 
 
 def lacks_transformer_engine(dtype: torch.dtype) -> str | None:
-    """A line if this process has a GPU and weights of `dtype`, and no Transformer Engine; None where that is meant."""
+    """A line if this process has a GPU and weights of `dtype`, and no Transformer Engine; None if that is intended."""
     on_gpu = torch.cuda.is_available() and dtype != torch.float32
     if not on_gpu or os.environ.get(LAYERS_VARIABLE) or importlib.util.find_spec("transformer_engine") is not None:
         return None
@@ -203,7 +203,7 @@ def norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
 
 
 class ModelStage:
-    """What the chunks of all models have beside Megatron's: a mixin before `GPTModel` or a subclass of it."""
+    """Methods that the chunks of all models add to Megatron's: a mixin before `GPTModel` or a subclass of it."""
 
     backend = "transformer_engine"  # what the layers are made of; or "local"
     own_attention = False  # whether the layers of Transformer Engine have an attention of this project

@@ -1,4 +1,4 @@
-"""`ModelSpec` and role -> the settings of Megatron's config, and which layers each model chunk of a rank has."""
+"""`ModelSpec` and role -> the settings of Megatron's config, and the layers of each model chunk of a rank."""
 
 from __future__ import annotations
 

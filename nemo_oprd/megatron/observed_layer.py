@@ -40,7 +40,7 @@ class Observer(Protocol):
         ...
 
     def after_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same for the output [S, B, D] of the final norm; called only on the last stage."""
+        """Gets the output [S, B, D] of the final norm; returns the output to use. Called only on the last stage."""
         ...
 
 
@@ -51,9 +51,9 @@ class ObservedSequences(PackedSeqParams):
     `depth` is the deepest layer to run; deeper layers return their input, because no loss needs their output.
     `positions` int64 [S] are the positions of this rank's tokens in their sequences, `sequence_lengths` int64 [S] the
     lengths of the tokens' whole sequences, including tokens after the last computed one. `rotation` holds the cosines
-    and sines of the tokens (`rotary.packed_rotation`); the model's forward computes them once for all layers.
+    and sines of the tokens (`attention.packed_rotation`); the model's forward computes them once for all layers.
 
-    `routes` holds the experts that the microbatch's tokens visit, see `routes.Routes`; None: nothing is kept of them.
+    `routes` holds the experts that the microbatch's tokens visit, see `router_replay.Routes`; None: none are kept.
     `most_tokens` is the largest number of tokens of this microbatch on any rank, see `experts.PaddedAllGather`.
 
     `packed` is False for an ordinary batch [S, B, D], which has no packed sequences: the object then only carries the
@@ -81,7 +81,7 @@ class ObservedLayer(TransformerLayer):
     stage_ends = False
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the next class; the output is passed through the microbatch's `Observer`."""
+        """Runs the next class's forward; passes the output through the microbatch's `Observer`."""
         sequences = kwargs.get("packed_seq_params")
         router = getattr(self.mlp, "router", None)
         if router is not None:
@@ -100,7 +100,7 @@ class ObservedLayer(TransformerLayer):
 
 
 def observe_block_output(block: TransformerBlock, hidden: torch.Tensor, sequences: Any) -> torch.Tensor:
-    """What a model does with the output [S, B, D] of its `TransformerBlock`; the last stage's is the final norm's.
+    """Returns the output [S, B, D] of a `TransformerBlock`; on the last stage, the observer gets the final norm's.
 
     Args:
         sequences: the `packed_seq_params` of the microbatch; other objects than `ObservedSequences` have no effect.

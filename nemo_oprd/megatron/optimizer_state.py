@@ -1,4 +1,4 @@
-"""The state of Megatron's optimizer in a checkpoint: what is saved of it, and how PyTorch's AdamW takes it back.
+"""The state of Megatron's optimizer in a checkpoint: its saved form, and its loading into PyTorch's AdamW.
 
 Megatron saves the state of its distributed optimizer and of its plain ones in different forms. Both hold AdamW's
 moments under the same keys. They differ in the key of the float32 weights beside bfloat16 ones (`_DISTRIBUTED_WEIGHT`,
@@ -110,7 +110,7 @@ def place_count(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def _inner_state(part: Any, of_part: dict[str, Any]) -> dict[str, Any]:
-    """Where groups and counts are in the state of a part."""
+    """The part of a part's state that holds groups and counts."""
     nested = is_distributed(part) or "fp32_from_fp16_params" in of_part
     found: dict[str, Any] = of_part["optimizer"] if nested else of_part
     return found
@@ -128,7 +128,7 @@ def _parts(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[st
 
 
 def is_distributed(part: Any) -> bool:
-    """Whether a part of Megatron's optimizer is a distributed one."""
+    """True if a part of Megatron's optimizer is a distributed one."""
     return hasattr(part, "gbuf_ranges")
 
 
@@ -199,7 +199,7 @@ def _empty_parts(optimizer: Any) -> list[int]:
 
 @contextmanager
 def _counted_in_empty_parts(optimizer: Any) -> Iterator[None]:
-    """Within the context, empty parts of a distributed optimizer say the number of updates that the others have done.
+    """Within the context, empty parts of a distributed optimizer report the number of updates of the other parts.
 
     Megatron reads the number from the state of parameters, and an empty part has none.
     """
@@ -224,7 +224,7 @@ def _state_of_empty_part(part: Any, full: Any) -> dict[str, Any]:
 
 
 def _count_in_empty_parts(optimizer: Any, state: dict[Any, Any]) -> None:
-    """The same in the sharded state of an optimizer that is not distributed: `common_step` of its parts."""
+    """Sets the same number in the sharded state of an optimizer that is not distributed: `common_step` of its parts."""
 
     def inner(i: int) -> Any:
         return state[i].get("optimizer", state[i]).get("state", {})

@@ -138,7 +138,7 @@ def init_distributed() -> None:
 
 
 def host_group(ranks: Iterable[int] | None = None) -> dist.ProcessGroup | None:
-    """A group over gloo, for what is in host memory: of the world, or of `ranks`; None on other ranks.
+    """A group over gloo, for data in host memory: of the world, or of `ranks`; None on other ranks.
 
     Over NCCL even a number takes device memory, and a copy to the device waits for all of its work. Every rank of the
     world calls this; the first call for the same ranks makes the group, so `init_distributed` does that for the world.
@@ -149,7 +149,7 @@ def host_group(ranks: Iterable[int] | None = None) -> dist.ProcessGroup | None:
 
 
 def everyones(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of the group (None: of the world) gave, in the order of ranks. Every rank of it calls this.
+    """Gathers the value of each rank of the group (None: of the world), in order of ranks. Every rank of it calls this.
 
     For small objects: they are pickled, and padded to the largest one. For the world they stay in host memory.
     """
@@ -160,7 +160,7 @@ def everyones(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def first_ranks(value: T) -> T:
-    """What the world's first rank gave, on every rank; the values of the others do not count. Every rank calls this.
+    """Returns the value of the world's first rank on every rank; the others' do not count. Every rank calls this.
 
     For small objects, which stay in host memory.
     """

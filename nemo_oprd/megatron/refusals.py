@@ -1,4 +1,4 @@
-"""What a model of another program must not have, because hidden states would be missed or gradients scaled wrongly."""
+"""Refuses models of another program if hidden states would be missed, or gradients scaled wrongly."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _check_frequencies(model: Any, rotary: Any, spec: ModelSpec, rope: Rope) -> 
 
 
 def _built_rope(rotary: Any, *, yarn: bool) -> Frequencies:
-    """What a `GPTModel`'s rotary embedding computes, on the CPU."""
+    """The frequencies that a `GPTModel`'s rotary embedding computes, on the CPU."""
     if not yarn:
         return Frequencies(rotary.inv_freq.detach().cpu()[None] / (rotary.seq_len_interpolation_factor or 1.0))
     angles, scale = rotary.get_emb(2)  # [2 positions, 1, 1, both halves of the channels]

@@ -1,4 +1,4 @@
-"""Which experts the tokens of one microbatch visit: kept between passes, recorded elsewhere, and observed.
+"""The experts that the tokens of one microbatch visit: kept between passes, recorded elsewhere, and observed.
 
 Shapes: N tokens of this rank, E experts, K experts per token.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 class RouterObserver(Protocol):
-    """Sees what a router does with the tokens of one microbatch, in every pass."""
+    """Sees the logits and the choices of a router for the tokens of one microbatch, in every pass."""
 
     def at_router(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """Gets the router's logits [N, E]; returns those by which the tokens are routed."""
@@ -31,7 +31,7 @@ class Routes:
 
     Args:
         recorded: layer -> experts int16 [N, K] to use instead of the most probable ones; -1 in rows of tokens whose
-            experts nobody has recorded, which are routed as ever. None: all tokens are.
+            experts were not recorded, which the router routes itself. None: it routes all tokens.
         observer: sees the logits and the experts.
     """
 
@@ -41,7 +41,7 @@ class Routes:
         self.observer = observer
 
     def unobserved(self) -> Routes:
-        """The same routes, kept in one place, for a pass that nobody observes."""
+        """The same routes, with shared storage, for a pass without an observer."""
         twin = copy.copy(self)
         twin.observer = None
         return twin

@@ -1,4 +1,4 @@
-"""What differs between the versions of Megatron-core that the project runs on, from 0.16.1 to 0.19.
+"""Differences between the versions of Megatron-core that the project runs on, from 0.16.1 to 0.19.
 
 Everything else calls Megatron in one way, which all of these versions understand: by keywords, so that a parameter that
 moved is not taken for another one. `tests/unit/megatron/test_megatron_calls.py` compares calls with the signatures of
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def _installed() -> str:
-    """The version of Megatron-core; a source tree on Python's path has no metadata, and says it itself."""
+    """The version of Megatron-core; a source tree on Python's path has no metadata, but a version of its own."""
     try:
         return version("megatron-core")
     except PackageNotFoundError:
@@ -38,7 +38,7 @@ MODULES_ASKING_FOR_CUDA = (
     *(("megatron.core.ssm.gated_delta_net.common", "megatron.core.ssm.gated_delta_net.gdn") if CORE >= (0, 19) else ()),
 )
 
-# What Megatron-core 0.19 says at every save and load, of what it does by itself.
+# The messages of Megatron-core 0.19 at every save and load about its own calls.
 _SAID_AT_EVERY_CHECKPOINT = {
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
@@ -94,12 +94,12 @@ def quieten_checkpoints() -> None:
 
 
 class _NotStartingWith(logging.Filter):
-    """Lets through what does not begin with a given text."""
+    """Lets messages pass that do not begin with a given text."""
 
     def __init__(self, start: str) -> None:
         super().__init__()
         self.start = start
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is shown."""
+        """True if the record is shown."""
         return not record.getMessage().startswith(self.start)

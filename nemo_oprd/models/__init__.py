@@ -1,8 +1,7 @@
 """Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
 
-`read_model_spec(path)` is the entry point. A new family is one module with one `Family` (see CONTRIBUTING.md). Families
-that only Megatron-Bridge has are given by the caller (`find_family` in `run/provider.py`). A
-model's family is in its `ModelSpec`.
+`read_model_spec(path)` is the entry point. A new family is one `Family` (see CONTRIBUTING.md). The caller
+gives families that only Megatron-Bridge has (`find_family` in `run/provider.py`). A `ModelSpec` holds its family.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = [
 
 
 def parse_model_spec(hf_config: dict, source: str = "config.json", family: Family | None = None) -> ModelSpec:
-    """The model that `hf_config` (the contents of a `config.json`) describes; of quantised weights, with others.
+    """The model that `hf_config` (the contents of a `config.json`) describes, with dequantised weights.
 
     Args:
         family: one more family that the model may be of, besides `FAMILIES`.
@@ -73,7 +72,7 @@ def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec
 
 
 def read_hf_config(path: str | Path) -> dict:
-    """The contents of `path/config.json`; of a model for text and pictures, its language model's (`text_tower`).
+    """The contents of `path/config.json`; of a model for text and pictures, `language_model_config` of them.
 
     Raises:
         ValueError: there is no readable config.json, or the directory holds an adapter alone.
@@ -97,7 +96,7 @@ def read_hf_config(path: str | Path) -> dict:
 def copy_hf_config(source: Path, target: Path) -> None:
     """Copies config.json into the directory `target`, byte for byte unless the weights in `source` are quantised.
 
-    What is written beside it are dequantised weights.
+    The weights that are written beside it are dequantised.
 
     Raises:
         ValueError: as `read_hf_config`.

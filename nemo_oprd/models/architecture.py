@@ -37,7 +37,7 @@ VOCAB_MULTIPLE = 128
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    `score` is what a router makes of its logits: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen",
+    `score` is the function of a router's logits: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen",
     whose K experts are those of the largest logits. With `groups` above 1, experts are chosen from the `chosen_groups`
     groups whose two best experts have the largest sum. A router may add a fixed bias to the scores by which it chooses;
     the bias is a tensor of the checkpoint. Only families of Megatron-Bridge have other values than the defaults.
@@ -146,7 +146,7 @@ class ModelSpec:
         return self.head_dim if self.latent is None else self.latent.rotated
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether layer `layer` (1-based) has experts."""
+        """True if layer `layer` (1-based) has experts."""
         return self.experts is not None and self.experts.sparse[layer - 1]
 
     def padded_vocab(self, tensor_parallel: int) -> int:
@@ -239,14 +239,14 @@ def check_same_width(student: ModelSpec, teacher: ModelSpec) -> None:
 
 
 def concatenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """As torch.cat, without importing torch together with this module."""
+    """Returns `torch.cat` of the tensors, and imports torch only then."""
     import torch
 
     return torch.cat(list(tensors), dim)
 
 
 class Form:
-    """How HF tensors become one Megatron tensor (`join`/`split_to_hf`), and how TP ranks split it (`shard`/`unshard`).
+    """Joins HF tensors into a Megatron tensor (`join`/`split_to_hf`), and splits it over TP ranks (`shard`/`unshard`).
 
     The two functions of each pair are inverses. `axis` is the split dimension; None if every TP rank holds the whole
     tensor.
@@ -387,7 +387,7 @@ _PART = re.compile(r"(.+)\[(\d+)\]")
 def stacked_part(name: str) -> tuple[str, int | None]:
     """An HF name in a mapping -> (the tensor in the files, which index of its first dimension; None: all of it).
 
-    A mapping names so the experts of a layer which the files hold in one tensor.
+    A mapping uses such names for the experts of a layer that the files hold in one tensor.
 
     >>> stacked_part("model.layers.0.mlp.experts.down_proj[3]")
     ('model.layers.0.mlp.experts.down_proj', 3)
@@ -458,7 +458,7 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class Family:
-    """One HF `model_type`: how its config is read, and its weight mappings.
+    """One HF `model_type`: the parser of its config, and its weight mappings.
 
     `parse` gets the family, the content of a config.json, and the file's name for messages. `known_code` holds the
     entries of a config's `auto_map` for which transformers has built-in classes. `own` is False for a family whose
@@ -485,7 +485,7 @@ class Family:
         return None
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """Fields of Megatron-Bridge's provider, as its run_config.yaml has them; None: `bridge_config` knows them."""
+        """Fields of Megatron-Bridge's provider, as its run_config.yaml has them; None: as `megatron_bridge_config`."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a config.json leaves out, because transformers has defaults for it: a size of the model, or a sliding window."""
+"""Completes a config.json with transformers' defaults, and finds the language model in one for text and pictures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 #
 # Qwen3.5 is published so. Students and teachers of text are made of the language model alone: the vision tower and the
 # layers for multi-token prediction are left out, as transformers does when it loads such a checkpoint as a causal
-# language model. What is exported is a language model by itself.
-
+# language model. An export is a language model by itself.
 
 # model_type of the whole -> architecture of the language model
 _ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}

@@ -1,11 +1,4 @@
-"""Families with mixture-of-experts layers: Qwen3-MoE and Mixtral.
-
-Tensors are named as in the checkpoint on disk, one for each expert. transformers fuses the experts of a layer in
-memory; `fused_name` says how, for the files that were written that way and for gradients of a transformers model.
-
-A token's router logits become probabilities in float32 (softmax over all experts), its K largest are chosen, and in
-Mixtral, and in Qwen3-MoE with `norm_topk_prob`, divided by their sum.
-"""
+"""The families of this project: Llama, Qwen2 and Qwen3, Phi-3, Qwen3-MoE and Mixtral, and their shared dense parts."""
 
 from __future__ import annotations
 
@@ -242,6 +235,14 @@ PHI3 = Family(
 )
 
 
+# Families with mixture-of-experts layers: Qwen3-MoE and Mixtral.
+#
+# Tensors are named as in the checkpoint on disk, one for each expert. transformers fuses the experts of a layer in
+# memory; `fused_name` says how, for the files that were written that way and for gradients of a transformers model.
+# A token's router logits become probabilities in float32 (softmax over all experts), its K largest are chosen, and in
+# Mixtral, and in Qwen3-MoE with `norm_topk_prob`, divided by their sum.
+
+
 def _expert_mappings(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
     """The mappings of a layer's router and experts, for the HF names of the block and of an expert's matrices."""
     megatron, hf = "mlp.experts.local_experts.{expert}.", block + ".experts.{expert}."
@@ -268,7 +269,7 @@ _MOE_FUSED = {
 
 
 def fused_name(name: str) -> tuple[str, int | None, int | None]:
-    """Where transformers holds the tensor `name` of a checkpoint: (its own name, expert, half of the rows).
+    """The place of a checkpoint's tensor `name` in transformers: (its own name, expert, half of the rows).
 
     A fused `gate_up_proj` is [E, 2F, D] with an expert's gate above its up, `down_proj` is [E, D, F]. Expert and half
     are None for a tensor that transformers holds as it is on disk, perhaps under another name.

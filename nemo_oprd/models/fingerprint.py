@@ -1,4 +1,4 @@
-"""What tells a model on disk from another one, wherever it lies: quick, because every start of a run asks for it."""
+"""Fingerprints a model on disk, independent of its place: quick, because every start of a run computes it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _digest(directory: Path, files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def _offsets(size: int) -> range | list[int]:
-    """Where the pieces of a file of `size` bytes begin."""
+    """The offsets of the pieces of a file of `size` bytes."""
     if size <= _PIECES * _PIECE_BYTES:
         return range(0, size, _PIECE_BYTES)
     return [number * (size - _PIECE_BYTES) // (_PIECES - 1) for number in range(_PIECES)]

@@ -42,7 +42,7 @@ _YARN_DEFAULTS = {
 
 
 def not_described(spec: ModelSpec) -> str | None:
-    """What `provider_fields` does not describe of a model, mostly what stock models cannot compute; None: nothing."""
+    """The part of a model that `provider_fields` does not describe, mostly one that stock models lack; else None."""
     if spec.family.provider_fields(spec) is not None:
         return None
     if spec.delta is not None:
@@ -88,7 +88,7 @@ def provider_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _expert_fields(experts: Experts | None) -> dict[str, Any]:
-    """Of softmax routers without groups and biases, which the families have that this project builds itself."""
+    """The fields of softmax routers without groups and biases, which the families of this project have."""
     if experts is None:
         return {"num_moe_experts": None}
     # the provider's own spec would give experts to all layers
@@ -226,7 +226,7 @@ def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, 
 
 
 def _is_other_spelling(name: str, found: Any, expected: Any, model: dict[str, Any]) -> bool:
-    """Whether Megatron-Bridge 0.6.2 writes a setting of the same model in another way than this project."""
+    """True if Megatron-Bridge 0.6.2 writes a setting of the same model in another way than this project."""
     if name == "window_attn_skip_freq" and isinstance(expected, list):
         if found is None:  # a class with a pattern of its own, as Gemma 2's
             return True

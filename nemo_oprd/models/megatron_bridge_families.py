@@ -1,7 +1,7 @@
-"""The families that only Megatron-Bridge has and that were compared with transformers, and what is special in them.
+"""The families that only Megatron-Bridge has and that were compared with transformers, with their special parts.
 
 A family that is not here is accepted if it is a dense decoder with full attention: everything else is refused
-(`provider_fields.REFUSED`), because a part that nobody has compared may be computed otherwise. `nemo-oprd families`
+(`provider_fields.REFUSED`), because a part that was not compared may be computed otherwise. `nemo-oprd families`
 prints the tables. Imports neither torch nor Megatron-Bridge.
 """
 
@@ -27,13 +27,13 @@ _HYBRID = (_MTP, "an output gate in attention", "attention of another kind")
 
 @dataclass(frozen=True)
 class Kind:
-    """What is accepted of a family beside a dense decoder with full attention.
+    """The accepted parts of a family beside a dense decoder with full attention.
 
     Attributes:
         layouts: with which losses and all gradients were compared with transformers in float64.
         parts: keys of `provider_fields.REFUSED`, and fields of a provider.
         ropes: kinds of RoPE.
-        refused: what of the family is refused.
+        refused: the part of the family that is refused.
     """
 
     layouts: str

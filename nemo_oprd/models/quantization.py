@@ -1,7 +1,7 @@
-"""Which weights that files hold in few bits are read: `quantization_config` of a config.json. No torch.
+"""The quantised weights that can be read: `quantization_config` of a config.json. No torch.
 
-Two formats are. Models in them are trained, distilled and exported in bfloat16, of the numbers that the files stand for
-(`dequantize.py`):
+Two formats are supported. Models in them are trained, distilled and exported in bfloat16, of the numbers that the
+files stand for (`megatron/weights/dequantize.py`):
 
 - mxfp4, of gpt-oss: matrices of experts as 4-bit numbers, with a power of two for 32 neighbours;
 - fp8 with `weight_block_size`, of DeepSeek-V3 and models of Qwen: 8-bit matrices, with a factor for each block.
@@ -39,7 +39,7 @@ class Quantization:
 
         Args:
             stored: the names of all tensors in the files.
-            source: what messages begin with.
+            source: the beginning of messages.
 
         Raises:
             ValueError: one of the two is missing.
@@ -64,7 +64,7 @@ def read_quantization(hf_config: dict, source: str) -> Quantization | None:
     """The format of the weights of `hf_config`, the contents of a config.json; None if they are stored as they are.
 
     Raises:
-        ValueError: it is a format that is not read.
+        ValueError: the format cannot be read.
     """
     settings = hf_config.get(KEY)
     found = known_quantization(hf_config)
@@ -83,7 +83,7 @@ def read_quantization(hf_config: dict, source: str) -> Quantization | None:
 
 
 def known_quantization(hf_config: dict) -> Quantization | None:
-    """As `read_quantization`, and None for a format that is not read: a server may compute such a teacher."""
+    """As `read_quantization`, but None for a format that cannot be read: a server may compute such a teacher."""
     settings = hf_config.get(KEY)
     if not isinstance(settings, dict):
         return None

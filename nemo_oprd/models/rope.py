@@ -6,8 +6,8 @@ for short sequences and one for long ones, and scaled cosines and sines). The se
 total length of a sequence compared with `original_max_position_embeddings`, as in Hugging Face's code for a batch of
 one. Two sequences in one pack may therefore have different frequencies.
 
-The settings have transformers' names and meaning, and its `ROPE_INIT_FUNCTIONS` compute the frequencies. What is
-checked here is what transformers would ignore or misread without an error.
+The settings have transformers' names and meaning, and its `ROPE_INIT_FUNCTIONS` compute the frequencies. This
+module checks the settings that transformers would ignore or misread without an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Frequencies:
-    """How the channels of a head are rotated; the regimes of longrope are short and long, other kinds have one."""
+    """The rotation of a head's channels; the regimes of longrope are short and long, other kinds have one."""
 
     inv_freq: torch.Tensor  # angles per position, float32 [regimes, rotated channels / 2]
     scale: float = 1.0  # multiplies cosines and sines (transformers' attention factor)
@@ -78,12 +78,12 @@ class Rope:
 
     @property
     def reach(self) -> float | None:
-        """The number of positions for which the scaling is made; None if the settings don't say it."""
+        """The number of positions that the scaling covers; None if the settings don't give it."""
         factor, original = self.get("factor"), self.get(_ORIGINAL)
         return None if factor is None or original is None else factor * original
 
     def frequencies(self, head_dim: int) -> Frequencies:
-        """What transformers computes for heads of `head_dim` channels, on the CPU."""
+        """The frequencies that transformers computes for heads of `head_dim` channels, on the CPU."""
         import torch
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

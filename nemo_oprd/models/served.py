@@ -19,9 +19,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "
 def read_served_spec(path: str | Path) -> ModelSpec:
     """Depth, width, vocabulary and positions from `path/config.json`, of the language model in it if it has parts.
 
-    Depth and width must be in the file; what else it leaves out has transformers' defaults.
-
-    What only a model in this process needs (heads, feed-forward size, RoPE, norms) is not read, and is 0 or a default.
+    Depth and width must be in the file; other missing keys have transformers' defaults.
+    Values that only a model in this process needs (heads, feed-forward size, RoPE, norms) are not read: 0 or a default.
 
     Raises:
         ValueError: there is no readable config.json, it names none of these sizes, or vLLM would load other weights
@@ -64,7 +63,7 @@ def read_served_spec(path: str | Path) -> ModelSpec:
 
 
 def _output_scale(text: dict, source: str) -> float:
-    """By which the family multiplies its logits: Cohere and Falcon-H1 name the factor, Granite its reciprocal."""
+    """The factor of the family's logits: Cohere and Falcon-H1 name the factor, Granite its reciprocal."""
     for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
         given = text.get(name)
         if given is None:

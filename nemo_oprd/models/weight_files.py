@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face model's directory hold its weights: those that transformers would read. Without torch.
+"""Finds the files that hold a Hugging Face model's weights: those that transformers would read. No torch.
 
 A directory may hold more: shards and an index that a later save as one file has left behind, or the weights of an
 adapter.
@@ -68,7 +68,7 @@ def refuse_what_vllm_reads_differently(directory: Path) -> None:
     """Raises ValueError if vLLM would load other files of a model than transformers.
 
     To vLLM, the index counts before a single file, and without an index every file counts. Its weights in Mistral's
-    own format (consolidated*.safetensors) have other names; that they are the same is for the canary to say.
+    own format (consolidated*.safetensors) have other names; the canary checks that they are the same weights.
     """
     files = [name for name in _names(directory.glob("*.safetensors")) if not name.startswith("consolidated")]
     if not files or not (directory / "config.json").is_file():

@@ -88,7 +88,7 @@ def whole_gradient(student: Student) -> list[torch.Tensor]:
     groups = student.role.member_groups
 
     def counts(parameter: torch.nn.Parameter) -> bool:
-        """Whether no rank before this one has the same gradient."""
+        """Whether this rank is the first one with this gradient."""
         if not getattr(parameter, "allreduce", True):  # an expert's, whose copies are on other ranks than those below
             return groups.expt_dp.rank() == 0
         copy = coords.data or coords.context

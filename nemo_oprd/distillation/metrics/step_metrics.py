@@ -1,4 +1,4 @@
-"""The metrics of one update, from the sums that its observers measured on all ranks.
+"""The metrics of one update: sums by name over all ranks, the routers' metrics, and the metrics of a step.
 
 The formulas stand beside the observers: `hidden_state_metrics`, `output_head_metrics`, `RouterMetrics`, `TokenMetrics`.
 """
@@ -23,13 +23,13 @@ from nemo_oprd.distillation.output_head import ROW_METRICS, output_head_metrics
 from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
 from nemo_oprd.distillation.step_batch import StepBatch
 
-# Sums by name over the ranks of an update: what its observers return, added up in one all-reduce.
+# Sums by name over the ranks of an update: the sums of its observers, added up in one all-reduce.
 
 
 class NamedSums:
     """Float64 sums by name, which are views of one flat tensor.
 
-    All ranks make the same names in the same order. Each rank adds what it alone has measured: a pipeline stage the
+    All ranks make the same names in the same order. Each rank adds the values that it alone has measured: a stage the
     sums of its layers, the last stage those of the output loss, and of ranks with the same rows the first one only.
     """
 
@@ -65,14 +65,14 @@ class RouterMetrics:
 
     @property
     def nonfinite_reason(self) -> str | None:
-        """Which loss is not finite; None if both are."""
+        """A text that names the loss that is not finite; None if both are finite."""
         if math.isfinite(self.loss):
             return None
         return ", ".join(f"{name} is {self.named[name]}" for name in ("moe/aux_loss", "moe/z_loss"))
 
     @staticmethod
     def from_sums(sums: torch.Tensor, term: RouterTerm | None) -> RouterMetrics:
-        """From the sum "routers" of `RouterLosses` over all ranks; empty where no layer with experts is reached.
+        """The metrics from the sum "routers" of `RouterLosses` over all ranks; empty if no layer with experts counts.
 
         Raises:
             CaptureError: a router did not see each counted token once, on one rank.
@@ -116,7 +116,7 @@ class RouterMetrics:
 
 
 def step_sums(layers: Sequence[int], batch: StepBatch, place: torch.device) -> NamedSums:
-    """What the observers of an update measure, all 0: `HiddenStateLoss`, `OutputHeadLoss` and `RouterLosses`."""
+    """The sums of an update's observers, all 0: `HiddenStateLoss`, `OutputHeadLoss` and `RouterLosses`."""
     responses, routers = len(batch.rollouts), batch.routers
     slots = 0 if batch.token_slots is None else batch.token_slots.count + 1
     return NamedSums(

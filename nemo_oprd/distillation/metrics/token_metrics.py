@@ -73,7 +73,7 @@ class TokenSlots:
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """Where the values of one layer's n rows are added, and the share of this layer in a token's values."""
+    """The slots of the values of one layer's n rows, and the share of this layer in a token's values."""
 
     slots: torch.Tensor  # int64 [n], see `TokenSlots.of_rows`
     count: int  # number of slots
@@ -81,7 +81,7 @@ class LayerTokens:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the sums of `REPRESENTATION`, whose last column takes rows that are not kept."""
+        """The shape of the sums of `REPRESENTATION`, whose last column takes rows that are not kept."""
         return len(REPRESENTATION), self.count + 1
 
     def add_(self, sums: torch.Tensor, chunk: slice, losses: torch.Tensor, cosine: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class TokenMetrics:
         output: TokenTable | None,
         metrics: Mapping[str, float],
     ) -> TokenMetrics:
-        """The values from the sums of all ranks, of which "rep_tokens" and "output_tokens" are [2, count + 1] each.
+        """The values, from the sums of all ranks: "rep_tokens" and "output_tokens", [2, count + 1] each.
 
         `hidden` and `output` are the rows of the batch, `metrics` those of the update.
         """

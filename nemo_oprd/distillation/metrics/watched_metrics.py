@@ -18,14 +18,14 @@ from nemo_oprd.losses.output_loss import OutputLoss
 
 @dataclass(frozen=True)
 class WatchedMetrics:
-    """Which updates are watched, and what is measured in them."""
+    """The choice of the watched updates, and of the divergences that are measured in them."""
 
     every: int  # `logging.output_metrics_every`
     drawn: OutputTerm | None  # what is measured in a run without an output loss; None in one with `sampled_token`
 
     @staticmethod
     def build(config: OutputLossConfig, logging: LoggingConfig, seed: int) -> WatchedMetrics | None:
-        """None if nothing is watched, or if the output loss measures whole distributions in every update."""
+        """Returns None if nothing is watched, or if the output loss measures whole distributions in every update."""
         if not logging.output_metrics_every or config.needs_distribution:
             return None
         drawn = None
@@ -40,7 +40,7 @@ class WatchedMetrics:
         return step == 0 or (step + 1) % self.every == 0
 
     def add_to(self, objective: StepObjective, step: int | None) -> StepObjective:
-        """`objective` with what is measured after `step` updates; None: the gradient check, which tries drawn rows."""
+        """Adds the measured divergence if `step` is due; None: the gradient check, which tries drawn rows."""
         if step is None:
             return objective if self.drawn is None else replace(objective, output=self.drawn)
         if not self.is_due(step):
@@ -53,7 +53,7 @@ class WatchedMetrics:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What the models of a run must be able to compute in some of its updates."""
+    """The computations that the models of a run must support for some of its updates."""
 
     output: OutputTerm | None  # the output loss, or the divergence that is only measured
     teacher_states: bool  # whether a teacher sends final hidden states, so that the student's last stage needs its head

@@ -1,8 +1,8 @@
-"""Models that Megatron-Bridge builds, in this project's loop: `provider=` of a model in the configuration.
+"""Builds models with Megatron-Bridge for this project's loop: `provider=` of a model in the configuration.
 
 `build_from_provider` does for a provider what `build_chunks` does for a `ModelSpec`: it returns this rank's chunks,
 whose forward takes a microbatch and returns hidden states. The layers, the norms and the rotary embedding are those
-that the provider builds (Transformer Engine's), adopted as in `adopt.py`. The layout, the precision and the
+that the provider builds (Transformer Engine's), adopted as in `megatron/adopt.py`. The layout, the precision and the
 recomputation are those of the configuration; the weights come from this project's loader (`megatron/weights/hf.py`).
 """
 
@@ -48,11 +48,10 @@ from nemo_oprd.megatron.refusals import check_rope_of
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.architecture import LatentAttention
 
-# What Megatron-core's multi-latent attention does not take from its settings (DeepSeek-V3, GLM 4.7 Flash, Moonlight).
+# Multi-latent attention: what Megatron-core does not take from its settings (DeepSeek-V3, GLM 4.7 Flash, Moonlight).
 #
 # With norms of the narrow states, Megatron-core 0.19 also norms the input of queries that are projected without a
-# narrow state (`q_lora_rank=null`, as in Moonlight), which has a norm before the layer already. Their model has no such
-# norm.
+# narrow state (`q_lora_rank=null`, as in Moonlight), which the layer's norm has normed; the models don't.
 
 
 class DirectQueries(MLASelfAttention):
@@ -138,10 +137,10 @@ class ProvidedModel(ModelStage):
 
 
 def _of_every_token(rotary: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Angles by position [longest, 1, 1, C] -> those of all tokens of a whole pack [S, 1, 1, C].
+    """Angles by position [longest, 1, 1, C] -> angles of all tokens of a whole pack [S, 1, 1, C].
 
     With as many rows as tokens, Megatron rotates all sequences at once, otherwise one after the other. Its fused
-    kernels want angles by position.
+    kernels need angles by position.
     """
     places = torch.arange(int(cu_seqlens[-1]), device=rotary.device)
     return rotary[places - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())]
@@ -153,7 +152,7 @@ def _provided(cls: type) -> type:
 
 
 def make_provider(key: str, provider: str, directory: Path) -> Any:
-    """The provider of the HF model in `directory`, whose weights are not loaded.
+    """Makes the provider of the HF model in `directory`, without loading weights.
 
     Args:
         key: for messages, for example "student.provider".
@@ -196,7 +195,7 @@ def make_provider(key: str, provider: str, directory: Path) -> Any:
 
 
 def _recipe_provider(key: str, function: Callable[..., Any], directory: Path) -> Any:
-    """What a recipe's function returns, or the `model` of the configuration that it returns."""
+    """The result of a recipe's function, or the `model` of the configuration that it returns."""
     accepts = "hf_path" in inspect.signature(function).parameters
     try:
         made = function(hf_path=str(directory)) if accepts else function()
@@ -344,7 +343,7 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
 
 
 def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
-    """Makes latent attention and experts compute as in transformers; raises ValueError where they can't."""
+    """Makes latent attention and experts compute as in transformers; raises ValueError if they can't."""
     if spec.latent is not None:
         prepare(model, spec.latent, role)
     if spec.delta is not None:

@@ -42,7 +42,7 @@ _BIAS = "e_score_correction_bias"  # of routers in transformers: a buffer that c
 
 @dataclass(frozen=True)
 class BridgeModel:
-    """What Megatron-Bridge and transformers say of one config.json."""
+    """The results of Megatron-Bridge and transformers for one config.json."""
 
     provider: Any  # Megatron-Bridge's `GPTModelProvider`; copied before use, never changed
     complete: dict  # the HF config with transformers' defaults filled in
@@ -58,15 +58,15 @@ class BridgeFamily(Family):
     """A family of Megatron-Bridge; which parameters a model has is read from its own config."""
 
     def param_mappings(self, spec: ModelSpec) -> list[ParamMapping]:
-        """As `Family`."""
+        """The mappings of all parameters, as in `Family`."""
         return Family.param_mappings(replace(self, mappings=bridge_model(spec.hf_config).mappings), spec)
 
     def hf_shape(self, name: str, spec: ModelSpec) -> tuple[int, ...] | None:
-        """As `Family`: transformers' shape."""
+        """The shape of a tensor in transformers, as in `Family`."""
         return shape_of(name, bridge_model(spec.hf_config).shapes)
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """As `Family`: those that Megatron-Bridge derives from the config, corrected.
+        """The fields that Megatron-Bridge derives from the config, corrected, as in `Family`.
 
         None with delta nets: Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold
         the weight itself, because the difference is not exact in bfloat16, and no field says so. None with latent
@@ -80,7 +80,7 @@ def bridge_family(directory: str | Path) -> BridgeFamily | None:
     """The family of the HF model in `directory`; None if this project has it.
 
     Raises:
-        ValueError: Megatron-Bridge is not installed, does not have the family, or has what is not supported here.
+        ValueError: Megatron-Bridge is not installed, lacks the family, or has a part that is not supported here.
     """
     hf_config = read_hf_config(directory)
     model_type = hf_config.get("model_type")
@@ -184,7 +184,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
 
 
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
-    """What Megatron-Bridge and transformers make of a config.json. Raises ValueError as `bridge_family`."""
+    """Reads a config.json with Megatron-Bridge and transformers. Raises ValueError as `bridge_family`."""
     read_quantization(hf_config, source)
     try:
         return _bridge_model(json.dumps(unquantized(hf_config), sort_keys=True))
@@ -316,7 +316,7 @@ def import_bridge(key: str) -> Any:
 
 
 def _is_new_enough() -> bool:
-    """Whether families with special parts were compared with the installed Megatron-Bridge."""
+    """True if families with special parts were compared with the installed Megatron-Bridge."""
     from megatron.bridge.package_info import __version__
 
     return tuple(int(part) for part in __version__.split(".")[:2]) >= NEEDED_VERSION

@@ -1,5 +1,6 @@
-"""Gemma 3, of which Megatron-Bridge 0.6.2 builds three parts otherwise than transformers or than a second model allows.
+"""Builds Gemma 2's attention, and three parts of Gemma 3, otherwise than Megatron-Bridge 0.6.2.
 
+In Gemma 3, Megatron-Bridge differs from transformers, or allows no second model:
 - The norms behind attention and feed-forward block get Transformer Engine's default epsilon, 1e-5, in place of the
   config's: this is the whole of the tenfold deviation in float32 (`set_epsilon_of_post_norms`).
 - The scale of the embeddings is multiplied in float32, where transformers rounds it to the weights' type first.
@@ -13,7 +14,7 @@ from typing import Any
 from nemo_oprd.megatron.attention import CappedAttention
 from nemo_oprd.megatron.parallel import Role
 
-# Gemma 2, whose attention in Megatron-Bridge 0.6.2 (`Gemma2DotProductAttention`) this project replaces by its own.
+# Gemma 2: this project replaces its attention in Megatron-Bridge 0.6.2 (`Gemma2DotProductAttention`) by its own.
 #
 # Theirs raises an error for packed sequences and context parallelism, builds its window on CUDA only, and compiles
 # FlexAttention with Triton where there is no mask. Everything else of the layer is Transformer Engine's.
@@ -35,7 +36,7 @@ GEMMA3_PROVIDER = "Gemma3ModelProvider"
 
 
 def provide(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | None) -> Any:
-    """A chunk of a `Gemma3ModelProvider`, for the groups of `role`.
+    """Builds a chunk of a `Gemma3ModelProvider`, for the groups of `role`.
 
     Args:
         first, last: whether the chunk has the embedding, and the final norm.

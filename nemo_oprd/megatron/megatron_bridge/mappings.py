@@ -1,4 +1,4 @@
-"""Megatron-Bridge's weight mappings in this project's form: names, layers, and how tensors are joined and split.
+"""Corrects Megatron-Bridge's reading of a config.json, and translates its weight mappings into this project's form.
 
 Megatron-Bridge names a layer, and within it an expert, by `*`. It has most mappings under several names: Transformer
 Engine's and Megatron's of a norm, grouped and sequential experts. Here every HF tensor has one.
@@ -35,9 +35,9 @@ from nemo_oprd.models.rope import Rope
 if TYPE_CHECKING:
     import torch
 
-# What Megatron-Bridge reads otherwise than transformers from a config.json, or does not read, set right.
+# Corrections of config values that Megatron-Bridge reads otherwise than transformers, or does not read.
 #
-# Each of these would give no error and another model. What cannot be set right is refused; the frequencies, windows and
+# Each would give no error and another model. What cannot be corrected is refused; the frequencies, windows and
 # routing of the built model are compared or replaced in `build.py`.
 
 
@@ -47,7 +47,7 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
     Args:
         complete: the HF config with transformers' defaults filled in.
         rope: as parsed from it.
-        local: that of layers with windows, where it is another one.
+        local: the RoPE of layers with windows, if it is another one.
 
     Raises:
         ValueError: Megatron-Bridge would give other layers windows than the config, or would let no token attend to
@@ -114,9 +114,9 @@ def _set_yarn(provider: Any, rope: Rope) -> None:
     provider.yarn_correction_range_round_to_int = True if truncate is None else truncate
 
 
-# How the tensors of hybrid models (Qwen3-Next, Qwen3.5) are joined: gated attention, and the gated delta net's parts.
+# Forms of the tensors of hybrid models (Qwen3-Next, Qwen3.5): gated attention, and the gated delta net's parts.
 #
-# Megatron joins what the delta net projects from its input into one matrix of sections (queries, keys, values, gates,
+# Megatron joins the delta net's projections of its input into one matrix of sections (queries, keys, values, gates,
 # betas, alphas), each of which is split over tensor ranks by heads. Its checkpoints hold every section by itself.
 
 
@@ -356,7 +356,7 @@ def _names(theirs: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _form(theirs: Any, megatron: str, provider: Any) -> Form:
-    """How the HF tensors of one of Megatron-Bridge's mappings are joined and split."""
+    """The form that joins and splits the HF tensors of one of Megatron-Bridge's mappings."""
     from megatron.bridge.models.conversion.param_mapping import (
         AutoMapping,
         GatedMLPMapping,

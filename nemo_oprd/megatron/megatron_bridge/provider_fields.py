@@ -1,4 +1,4 @@
-"""What becomes of every field of Megatron-Bridge's `GPTModelProvider`, of 0.3.1 and 0.6.2. No torch.
+"""The treatment of every field of Megatron-Bridge's `GPTModelProvider`, of 0.3.1 and 0.6.2. No torch.
 
 A provider has some 340 fields, and each version brings new ones. Every field is in one of these tables, so that none
 is taken over unseen: `kind_of` gives its table, and a test compares the tables with the installed Megatron-Bridge. A
@@ -27,7 +27,7 @@ ROPE = (
 )  # fmt: skip
 # which modules a layer is built of: the built model's attention and parameters are checked
 LAYERS = ("transformer_layer_spec", "use_transformer_engine_full_layer_spec")
-# another model, which this project does not handle: what of it -> its fields; see `bridge_family.refuse_unsupported`
+# another model, which this project does not handle: what of it -> its fields; see `family.refuse_unsupported`
 REFUSED = {
     "experts": ("num_moe_experts",),
     "multi-latent attention": ("multi_latent_attention",),
@@ -126,13 +126,13 @@ _REFUSED_FIELDS = {name for names in REFUSED.values() for name in names}
 
 
 def is_ours(name: str) -> bool:
-    """Whether a field says how a model is split, stored, initialised or trained, which the configuration says."""
+    """True for a field on the split, storage, initialisation or training of a model, which the configuration sets."""
     known = name in MODEL or name in _REFUSED_FIELDS
     return not known and (name in OFF or name in UNUSED or name.startswith(UNUSED_GROUPS))
 
 
 def kind_of(name: str) -> str | None:
-    """The table that has a field; None: none has, as for a field that a later version has added."""
+    """The table that has a field; None if no table has it, as for a field that a later version has added."""
     tables = {"model": MODEL, "rope": ROPE, "layers": LAYERS, "refused": _REFUSED_FIELDS, "plain": PLAIN}
     tables |= {"kernels": KERNELS, "off": OFF, "unused": UNUSED}
     kinds = [kind for kind, names in tables.items() if name in names]
@@ -174,7 +174,7 @@ def described(provider: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As Megatron-Bridge writes it to YAML and reads it again."""
+    """A value as Megatron-Bridge writes it to YAML and reads it again."""
     if isinstance(value, functools.partial):
         return {"_target_": _plain(value.func)["_target_"], "_partial_": True, **value.keywords}
     if callable(value):

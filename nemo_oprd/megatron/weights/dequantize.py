@@ -54,7 +54,7 @@ class StoredTensors:
     """The tensors of a model's files, by the names that they have in an unquantised model: `names`."""
 
     def __init__(self, stored: Iterable[str], quantization: Quantization | None, source: str) -> None:
-        """Of the names in the files; messages begin with `source`. Raises ValueError as `Quantization.names`."""
+        """Maps the names in the files; messages begin with `source`. Raises ValueError as `Quantization.names`."""
         stored = set(stored)
         self._source, self._quantization = source, quantization
         self._parts = {} if quantization is None else quantization.names(stored, source)
@@ -62,7 +62,7 @@ class StoredTensors:
         self.names = (stored - parts) | self._parts.keys()
 
     def slice(self, name: str, stored_slice: Callable[[str], Any]) -> Any:
-        """One tensor, of which nothing is read yet.
+        """One tensor as a slice, without reading it.
 
         Args:
             stored_slice: gives a slice of safetensors by its name in the files.
@@ -97,7 +97,7 @@ class QuantizedSlice:
             )
 
     def _shape_of_scales(self, shape: list[int]) -> list[int] | None:
-        """That of the scales of numbers of this shape; None: numbers have no such shape."""
+        """The shape of the scales of numbers of this shape; None: numbers have no such shape."""
         if self._quantization.method == MXFP4:
             return shape[:3] if len(shape) == 4 and shape[3] * 2 == _GROUP else None
         if len(shape) not in (2, 3):

@@ -104,11 +104,11 @@ class HFCheckpoint:
         return fused if name not in names and fused[0] in names else (name, None, None)
 
     def _slice(self, name: str) -> Any:
-        """A tensor of which nothing is read yet."""
+        """A tensor as a slice, without reading it."""
         return self._tensors.slice(name, self._stored_slice)
 
     def _numbers(self, name: str) -> Any:
-        """The same. Raises ValueError if its numbers stand for others."""
+        """As `_slice`. Raises ValueError if the numbers lack the scales of a quantised tensor."""
         found = self._slice(name)
         if found.get_dtype() not in PLAIN_DTYPES:
             raise ValueError(
@@ -131,7 +131,7 @@ class HFCheckpoint:
 
 
 def finite(read: TensorReader, source: str | Path) -> TensorReader:
-    """`read`, which refuses tensors that hold NaN or infinite values. `source`: where they come from, for messages."""
+    """Returns `read` with a check that refuses NaN and infinite values. `source`: the tensors' source, for messages."""
 
     def checked(name: str) -> torch.Tensor:
         tensor = read(name)
@@ -270,7 +270,7 @@ def _descriptions(
     role: Role,
     value: Callable[[torch.nn.Parameter], torch.Tensor | None],
 ) -> dict[str, Described]:
-    """Of every parameter, by its Megatron name; the stages tell each other about theirs in one message.
+    """Megatron name -> shape and dtype, for every parameter; the stages exchange theirs in one message.
 
     A header for each tensor would cost more than the tensor where there are many: each one is pickled and takes two
     collectives.
@@ -352,7 +352,7 @@ def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) ->
 def _broadcast_described(
     tensor: torch.Tensor | None, described: Described, stage: int, role: Role
 ) -> torch.Tensor | None:
-    """As `broadcast_from_stage`, for a tensor of which all stages know what it is."""
+    """As `broadcast_from_stage`, for a tensor whose shape and dtype all stages know."""
     assert role.coords is not None
     if described is None:
         return None
@@ -381,7 +381,7 @@ class ServedHead:
     """Reads the head [V, D], by whichever name it is asked for; a `TensorReader`."""
 
     def __init__(self, checkpoint: HFCheckpoint, spec: ModelSpec) -> None:
-        """Opens nothing: only what is trained on the teacher's distribution reads its head."""
+        """Opens no file: only a loss on the teacher's distribution reads its head."""
         self._checkpoint, self._spec = checkpoint, spec
 
     def __call__(self, name: str) -> torch.Tensor:
@@ -389,7 +389,7 @@ class ServedHead:
         return self._finite(self.find())
 
     def bias(self) -> torch.Tensor | None:
-        """What the head adds to logits [V]; None if the files have no such tensor."""
+        """The bias that the head adds to logits [V]; None if the files have no such tensor."""
         checkpoint, shape = self._checkpoint, (self._spec.vocab_size,)
         names = checkpoint.keys()
         found = [name for name in names if name.endswith(_BIASES) and checkpoint.stored_shape(name) == shape]

@@ -62,7 +62,7 @@ class Parameter:
 
 
 def stacks_layers(spec: ModelSpec) -> bool:
-    """Whether Megatron stores all layers of a kind in one array: not if layers are of different kinds."""
+    """True if Megatron stores all layers of a kind in one array: not if layers are of different kinds."""
     return spec.delta is None and (spec.experts is None or all(spec.experts.sparse))
 
 

@@ -1,4 +1,4 @@
-"""Reads the files of the torch_dist format chunk by chunk, without torch's load plans.
+"""Reads the files of the torch_dist format chunk by chunk, without torch's load plans and without running stored code.
 
 A checkpoint consists of `*.distcp` files, which hold tensors one after the other, and the pickled index `.metadata`,
 which says where each chunk of each tensor lies. Left out: the names and the meaning of the tensors
@@ -34,7 +34,7 @@ from nemo_oprd.runtime.files import refuse_lfs_pointer
 #
 # Why torch isn't enough: torch.distributed.checkpoint stores its index `.metadata` as a pickle and opens it with
 # `pickle.load`, and it reads the objects between the tensors with `weights_only=False`; neither has a setting. So a
-# checkpoint from somebody else could run any program. `torch.load(weights_only=True)` refuses the index, even with its
+# checkpoint of another author could run any program. `torch.load(weights_only=True)` refuses the index, even with its
 # classes allowed, because the index is a plain pickle and not a file of torch.save. `install` replaces both readers for
 # the whole process, because Megatron creates its own reader and planner objects: the index may hold only the classes
 # that an index consists of, and objects go through torch's weights-only reader.
@@ -103,7 +103,7 @@ def _read_metadata(self: FileSystemReader, *_: Any, **kwargs: Any) -> Metadata:
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    """torch's own method, with `weights_only=True`."""
+    """Runs torch's own method with `weights_only=True`."""
     loaded, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
@@ -151,7 +151,7 @@ def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
 
 
 def read_common_state(path: Path, metadata: Metadata) -> Any:
-    """What Megatron saved of the values that all ranks share: the file common.pt, or from 0.19 on a part of the shards.
+    """Reads the values that all ranks share: from the file common.pt, or from 0.19 on from a part of the shards.
 
     Args:
         metadata: the index of the checkpoint in `path`, which `open_torch_dist` has checked.
@@ -236,4 +236,4 @@ class _Into(DefaultLoadPlanner):
         return self.target[tuple(slice(start, start + length) for start, length in ranges)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: `tensor` is a part of the target."""
+        """Does nothing: `tensor` is a part of the target."""

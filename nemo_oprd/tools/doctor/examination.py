@@ -1,4 +1,4 @@
-"""All checks of `doctor` in their order, from cheap to dear (docs/doctor.md).
+"""Runs all checks of `doctor` in their order, from cheap to expensive (docs/doctor.md).
 
 The files are checked first, on the first rank. Then the run's engine samples a few responses, of the student first and
 then of each teacher, and the models of the run are built as for training. Nothing is trained.
@@ -92,7 +92,7 @@ class Examination:
         self.reads = teacher_reads(run)
 
     def check_files(self) -> None:
-        """The checks of settings, tokenizers, templates, weights and prompt files; the first rank makes them."""
+        """Checks settings, tokenizers, templates, weights and prompt files, on the first rank."""
         if self.report.speaks:
             self.report.add(static_findings(self.run, self.files))
 
@@ -117,7 +117,7 @@ class Examination:
         return True
 
     def check_samples(self) -> bool:
-        """The checks of sampled responses; False if nothing could be sampled."""
+        """Checks sampled responses; returns False if nothing could be sampled."""
         try:
             self._check_samples()
         except ValueError as error:  # the same on every rank
@@ -127,7 +127,7 @@ class Examination:
         return True
 
     def _check_samples(self) -> None:
-        """The student's engine ends before those of the teachers begin."""
+        """Checks sampled responses. The student's engine ends before those of the teachers begin."""
         used = not_sampled(self.run)
         if used is not None:
             label = ENGINES[self.config.rollout.engine].label
@@ -155,7 +155,7 @@ class Examination:
 
     @contextmanager
     def _engine(self, model: ModelFiles, sampled: TokenIds) -> Iterator[RolloutEngine]:
-        """The run's engine with the weights of a model. What it writes, such as logs of servers, stays if it fails."""
+        """Yields the run's engine with the weights of a model; its files, such as logs of servers, stay if it fails."""
         scratch = mkdtemp(prefix="nemo_oprd_doctor_")
         with ExitStack() as stack:
             config, eos_ids = replace(self.config, output=scratch), model.tokenizer.eos_ids
@@ -199,11 +199,11 @@ class Examination:
         return problems
 
     def _reader(self, number: int) -> ModelFiles:
-        """Whose template teacher `number` reads problems in: of the student's ids in the student's, as in the run."""
+        """The model whose template teacher `number` reads problems in: the student, unless it reads text."""
         return self.files.teachers[number] if self.reads == "text" else self.files.student
 
     def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> Problems:
-        """Those of the first validation set with answers; of several teachers, those of its data sources.
+        """Problems of the first validation set with answers; of several teachers, those of the teacher's data sources.
 
         They are drawn with the run's seed, because the first ones of a file are often of one kind. Problems of `room`
         tokens leave no room for a response, and are left out.
@@ -218,7 +218,7 @@ class Examination:
         return "", []
 
     def _solved(self, engine: RolloutEngine, tokenizer: Tokenizer, of_set: Problems) -> sample_checks.Answers:
-        """What one response to each problem of a set shows; grades count on the first rank only."""
+        """Samples one response to each problem of a set and grades it; grades count on the first rank only."""
         evaluation, (name, problems) = self.config.evaluation, of_set
         requests = [Request(tokenizer.encode_prompt(p.messages, p.tools), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
@@ -237,7 +237,7 @@ class Examination:
         return sample_checks.Answers(solved, without_answer, cut)
 
     def check_models(self) -> None:
-        """The checks of forward passes, teacher by teacher."""
+        """Runs the checks of forward passes, teacher by teacher."""
         try:
             check_teacher_servers(self.config)
             distiller = build_distiller(self.plan)
@@ -267,7 +267,7 @@ class Examination:
                 self.report.add(finding.about(label))
 
     def _check_teacher(self, distiller: Distiller, number: int, rollouts: list[Rollout]) -> Iterator[Finding]:
-        """The checks of one teacher on its own rollouts."""
+        """Runs the checks of one teacher on its own rollouts."""
         config, objective = self.config, distiller.objective
         batch = distiller.batch(rollouts, distiller.objective_of(0))
         loss = config.loss.representation
@@ -296,7 +296,7 @@ class Examination:
 
 
 def _of_proof(proof: Proof) -> Finding:
-    """The check `hidden states` of one model."""
+    """The finding of the check `hidden states` of one model."""
     check, text = "hidden states", f"{proof.key}: {proof.line}"
     if proof.refused:
         return Finding(check, "wrong", f"{text}; fix: docs/canary.md", code="states-differ")

@@ -28,7 +28,7 @@ QUESTION, RESPONSE = "Which sum is seventeen?", "Nine and eight."
 
 
 def own_files(role: str, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Iterator[Finding]:
-    """What is wrong with a model's stop ids and chat template, whatever the other model has; nothing if all is well.
+    """Checks a model's stop ids and chat template, whatever the other model has; yields nothing if all is well.
 
     Args:
         role: "student" or "teacher".
@@ -62,7 +62,7 @@ def own_files(role: str, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> 
 
 
 def rendered(role: str, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """A prompt of each data source as the model reads it, and findings about what its template leaves out or adds."""
+    """Shows a prompt of each data source as the model reads it, and checks what its template leaves out or adds."""
     try:
         for source, text in examples(tokenizer, prompts):
             yield Finding("templates", "ok", f"{source}, as the {role} reads it: {text!r}", {"rendered": text})
@@ -103,7 +103,7 @@ EXCERPT_BEFORE, EXCERPT_AFTER = 16, 44
 
 
 def stop_ids(student: Tokenizer, teacher: Tokenizer, reads: Reads) -> Finding:
-    """Whether the student's sampling stops where the teacher would end its turn.
+    """Checks whether the student's sampling stops where the teacher would end its turn.
 
     A teacher gives the student's stop id no probability if it ends its turn with another id. The student learns to
     write that other id, at which its sampling does not stop, and responses grow to their limit. With a teacher that
@@ -136,7 +136,7 @@ def _named(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def templates(student: Tokenizer, teacher: Tokenizer, prompt: Prompt, reads: Reads) -> Finding:
-    """Whether both chat templates render the same conversation to the same text.
+    """Checks whether both chat templates render the same conversation to the same text.
 
     A teacher that reads the student's ids reads them in the student's template. If its own one differs, it reads a
     conversation unlike those that it was trained on, and its states and distribution are worse than in an evaluation in
@@ -175,7 +175,7 @@ def _common_start(one: str, other: str) -> int:
 
 
 def _inserted(longer: str, shorter: str) -> str:
-    """What `longer` has between the common start and the common end of both texts."""
+    """The part of `longer` between the common start and the common end of both texts."""
     start = _common_start(longer, shorter)
     rest, other = longer[start:], shorter[start:]
     end = _common_start(rest[::-1], other[::-1])
@@ -183,7 +183,7 @@ def _inserted(longer: str, shorter: str) -> str:
 
 
 def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Finding:
-    """Whether an id that the student may sample means the same token to the teacher, padded rows included.
+    """Checks whether an id that the student may sample means the same token to the teacher, padded rows included.
 
     Models of one family pad their vocabularies to different sizes, which only masks a few ids, and a teacher may know
     more tokens. If ids mean other tokens, the teacher scores another text than the student wrote, with plausible
@@ -223,10 +223,10 @@ def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Find
 
 
 def rope(student: ModelSpec, teacher: ModelSpec) -> Finding:
-    """Whether both models rotate positions as they were made to.
+    """Checks whether both models rotate positions as in their training.
 
-    YaRN is made for `factor` times `original_max_position_embeddings` tokens; where max_position_embeddings is lower,
-    responses end there, and where it is higher, positions beyond were never meant. Of two models of one family and
+    YaRN covers `factor` times `original_max_position_embeddings` tokens. Where max_position_embeddings is lower,
+    responses end there; where it is higher, YaRN does not cover the positions beyond. Of two models of one family and
     base, of which one is scaled and the other not, one lacks a setting: all their states differ, which training
     would have to undo.
     """

@@ -1,4 +1,4 @@
-"""What a check found: its verdict in one line, and the numbers behind it."""
+"""Findings: the result of a check, its verdict in one line, and the numbers behind it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Finding:
     code: str | None = None
 
     def __post_init__(self) -> None:
-        """Every finding that asks for something to be done has a code, and no other one."""
+        """Asserts that a finding has a code exactly if the user must act on it."""
         assert self.code in CODES if self.verdict in ("warning", "wrong") else self.code is None, self
 
     @property
@@ -159,7 +159,7 @@ class Finding:
 
 
 def flag(check: str, verdict: Verdict, code: str, text: str, **numbers: Any) -> Finding:
-    """A warning or something wrong."""
+    """A finding with the verdict `warning` or `wrong`."""
     return Finding(check, verdict, text, numbers, code)
 
 
@@ -178,7 +178,7 @@ class Report:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether any check found something wrong."""
+        """True if any check found something wrong."""
         return self._counts["wrong"] > 0
 
     def summary(self) -> str:

@@ -60,7 +60,7 @@ class LayerMap:
 
 
 def order(layers: LayerMap) -> Finding | None:
-    """What is wrong with the order of the teacher's layers, whatever the models; None: nothing.
+    """Checks the order of the teacher's layers, whatever the models; None if nothing is wrong.
 
     A deeper layer of the student belongs to a deeper one of the teacher, or to the same. A map that only falls is
     wrong; one that falls somewhere, or that has one layer for most of at least four, is a warning.
@@ -84,11 +84,11 @@ def order(layers: LayerMap) -> Finding | None:
 
 
 def origins(cosines_ST: np.ndarray, layers: LayerMap) -> Finding:
-    """Whether the student's layers are compared with those whose weights they have.
+    """Checks whether the student's layers are compared with those whose weights they have.
 
     A pruned student has some of the teacher's layers, and a checkpoint all of them. Measured on the cosine of one
-    matrix (`self_attn.o_proj`) of each of the student's layers with that of each of the teacher's: nothing is said
-    unless all inner layers have one that is clearly the same.
+    matrix (`self_attn.o_proj`) of each of the student's layers with that of each of the teacher's: the check says
+    nothing unless all inner layers have one that is clearly the same.
 
     Args:
         cosines_ST: of all layers of both models, [student's depth, teacher's depth].
@@ -121,7 +121,7 @@ def origins(cosines_ST: np.ndarray, layers: LayerMap) -> Finding:
 
 
 def _is_shift(layers: LayerMap, better: Mapping[int, int]) -> bool:
-    """Whether the run's map is the better one, moved by the same number of layers as far as there are any."""
+    """Whether the run's map is the better one, shifted by the same number of layers and clipped to the teacher's."""
     inner, ends = layers.inner, (layers.candidates[0], layers.candidates[-1])
     return any(
         all(teacher == min(max(better[student] + by, ends[0]), ends[1]) for student, teacher in inner.items())
@@ -138,7 +138,7 @@ def _origin(cosines_T: np.ndarray) -> int | None:
 
 
 def best_monotone(similarity_ST: np.ndarray) -> list[int]:
-    """For each row a column, 0-based and ascending (rising, where there are enough), with the largest sum."""
+    """For each row a column, 0-based, with the largest sum; they strictly ascend where there are enough columns."""
     rows, columns = similarity_ST.shape
     step = 1 if columns >= rows else 0
     best = np.full((rows, columns), -np.inf)
@@ -157,7 +157,7 @@ def best_monotone(similarity_ST: np.ndarray) -> list[int]:
 
 
 def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, rows: int) -> Finding:
-    """Whether another map compares layers that are much more alike, on the states of sampled responses.
+    """Checks whether another map compares layers that are much more alike, on the states of sampled responses.
 
     The map with the largest sum of similarities among those that rise is compared with the run's.
 
@@ -192,7 +192,7 @@ def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, ro
 
 
 def rounds(layers: Sequence[int], candidates: Sequence[int], *, at_once: bool) -> Iterator[dict[int, int]]:
-    """Layer maps, of which every layer sees all candidates, or all layers together do (`at_once`)."""
+    """Yields layer maps in which every layer meets all candidates, or all layers together do (`at_once`)."""
     count = len(candidates)
     for number in range(-(-count // len(layers)) if at_once else count):
         start = number * len(layers) if at_once else number

@@ -1,7 +1,7 @@
-"""The checks of forward passes on sampled rollouts: positions, distance of the distributions, repeatability.
+"""Checks of forward passes on sampled rollouts: layer map, massive activations, positions, distance, repeatability.
 
-Every rank calls these functions alike; what they return counts on the first rank. `models.py` has the check of
-the hidden-state error.
+Every rank calls these functions alike; what they return counts on the first rank. The parts stand in this order:
+the similarity of layers, the error of the hidden states, and the checks of positions, distributions and repetition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nemo_oprd.rollout.engine import Request, RolloutEngine, SamplingParams
 from nemo_oprd.tools.doctor.findings import Finding
 from nemo_oprd.tools.doctor.layer_map import LayerMap, rounds, similar_layers
 
-# How alike the states of all layers of student and teacher are, for the check of the layer map.
+# The similarity of the states of all layers of student and teacher, for the check of the layer map.
 #
 # The teacher computes the same few responses again, with other layers matched, until the ranks of the student have seen
 # the states of all its layers. n rows of a rank, D width, P = 64 random directions.
@@ -42,7 +42,7 @@ DIRECTIONS = 64
 
 
 def layer_similarity(distiller: Distiller, rollouts: list[Rollout], number: int) -> Finding:
-    """The check `similar_layers` for teacher `number` on its rollouts. Every rank calls this.
+    """Runs the check `similar_layers` for teacher `number` on its rollouts. Every rank calls this.
 
     For models of one width, which have one origin wherever they are compared without a bridge, a layer's similarity to
     another is the mean over the dimensions of the correlation between the two states. For other widths it is linear
@@ -198,14 +198,14 @@ class LayerError:
 
     @property
     def dominated(self) -> bool:
-        """Whether few dimensions hold most of the layer's error."""
+        """True if few dimensions hold most of the layer's error."""
         return self.top_share > max(DOMINATED, TIMES_EQUAL * len(self.top) / self.width)
 
 
 def massive_activations(
     distiller: Distiller, batch: StepBatch, loss: RepresentationLossConfig, gradient_shares: dict[int, float]
 ) -> Finding:
-    """Whether a few dimensions hold most of the hidden-state loss.
+    """Checks whether a few dimensions hold most of the hidden-state loss.
 
     Many models have a few dimensions with states hundreds of times larger than all others. A plain MSE then trains
     these dimensions, and in layers that have them, and hardly anything else, while the loss falls by orders of
@@ -222,7 +222,7 @@ def massive_activations(
 
 
 def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_shares: dict[int, float]) -> Finding:
-    """The finding about the errors of all layers; `massive_activations` says how it is judged."""
+    """The finding about the errors of all layers, as `massive_activations` describes it."""
     check = "massive activations"
     dominated = [error for error in errors if error.dominated]
     held = sum(error.share for error in dominated)
@@ -356,7 +356,7 @@ def greedy_responses(engine: RolloutEngine, requests: list[Request], config: Con
 
 
 def positions(greedy: list[Rollout], student: Student, config: Config, sampled: TokenIds) -> Finding:
-    """Whether the trainer scores a token at the state from which the engine sampled it.
+    """Checks whether the trainer scores a token at the state from which the engine sampled it.
 
     With states that are off by one between sampling and scoring, every loss compares, and trains, the wrong tokens.
     Such losses fall, too. Each token of `greedy_responses` must be the trainer's likeliest one at its position, up to
@@ -406,7 +406,7 @@ def _shifted(table: TokenTable, rollouts: list[Rollout], shift: int) -> TokenTab
 
 
 def aligned_positions(rollouts: list[Rollout], table: TokenTable) -> Finding:
-    """Whether student and teacher read the same token at the two positions whose states are compared.
+    """Checks whether student and teacher read the same token at the two positions whose states are compared.
 
     A teacher that reads another prompt has its states at other positions. If they are off by one, each state of the
     student is pulled towards that of a neighbouring token, which training follows without complaint. For teachers that
@@ -431,7 +431,7 @@ def aligned_positions(rollouts: list[Rollout], table: TokenTable) -> Finding:
 
 
 def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
-    """Whether the distributions of both models are at a distance that distillation can close.
+    """Checks whether the distributions of both models are at a distance that distillation can close.
 
     A teacher of another vocabulary, another alignment or another prompt format is about ln V away, and the student
     learns noise from it; one at distance 0 teaches nothing. A smaller distance is a warning only, because a badly
@@ -467,7 +467,7 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
 
 
 def repeatability(distiller: Distiller, batch: StepBatch) -> Finding:
-    """Whether the teacher gives the same states for the same input twice.
+    """Checks whether the teacher gives the same states for the same input twice.
 
     Dropout that is on, a kernel that reads memory of others, or weights that change give targets with noise, which the
     loss then has as its floor. A small difference is a warning only, because sums in another order explain it.

@@ -1,6 +1,6 @@
-"""The checks of the prompts: what `nemo-oprd data` counts, judged, and what shows in single prompts.
+"""The checks of the prompts: their instructions, the counts of `nemo-oprd data`, single texts, and their tokens.
 
-Duplicates and contamination are counted by `run/prompt_files.py`, as a run and the command `data` do it.
+`run/prompt_files.py` counts duplicates and contamination, as for a run and for the command `data`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nemo_oprd.tools.doctor.findings import Finding, flag
 
 # The checks of the instructions in prompts, as the models read them: the same one twice, or two that contradict.
 #
-# Prompt files often hold the instruction that somebody adds once more: by a template's system prompt, by
+# Prompt files often hold an instruction that the settings add once more: by a template's system prompt, by
 # `teacher.prompt`, by `data.suffix`, or in the file itself. The student then trains on prompts that no evaluation has.
 
 
@@ -72,13 +72,13 @@ CONTRADICTIONS: Sequence[tuple[str, re.Pattern[str], re.Pattern[str]]] = (
 
 
 def instructions(prompts: dict[str, list[str]]) -> Iterator[Finding]:
-    r"""Whether prompts hold an instruction twice, or two instructions that contradict each other.
+    r"""Checks whether prompts hold an instruction twice, or two instructions that contradict each other.
 
-    Only the plainest of the three kinds is said of a source, and only if two prompts at least have it: single problems
+    A source gets only the plainest of the three kinds, and only if at least two prompts have it: single problems
     repeat sentences of their own.
 
     Args:
-        prompts: where they come from -> prompts as a model reads them.
+        prompts: source -> its prompts as a model reads them.
     """
     fix = "fix: remove one of them from the prompt file, data.suffix, teacher.prompt, or the template's system prompt"
     kinds: list[tuple[str, Callable[[str], set[str]], str, str]] = [
@@ -122,7 +122,7 @@ def repeated_sentences(text: str) -> set[str]:
 
 
 def repeated_requests(text: str) -> set[str]:
-    """What two different sentences of a prompt ask for, by `REQUESTS`."""
+    """The requests of `REQUESTS` that two different sentences of a prompt make."""
     found = set(sentences(text))
     return {name for name, pattern in REQUESTS.items() if sum(bool(pattern.search(s)) for s in found) > 1}
 
@@ -153,7 +153,7 @@ KEPT = 0.95
 
 
 def prompt_files(config: Config) -> Iterator[Finding]:
-    """Findings about the files' texts, without a tokenizer; one that says that there are none.
+    """Checks the files' texts, without a tokenizer; yields one `ok` finding if nothing is wrong.
 
     Raises:
         ValueError: a file cannot be read, or `train` would refuse the prompts.
@@ -174,7 +174,7 @@ def prompt_files(config: Config) -> Iterator[Finding]:
 
 
 def _counted(config: Config, content: dict[str, Any]) -> Iterator[Finding]:
-    """What `nemo-oprd data` counts."""
+    """Judges the counts of `nemo-oprd data`."""
     repeated = content["duplicates"]
     share = repeated["prompts"] / max(repeated["of"], 1)
     unique = repeated["of"] - repeated["prompts"]
@@ -210,7 +210,7 @@ def _contained(config: Config, sets: dict[str, dict[str, Any]]) -> Iterator[Find
 
 
 def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """What is wrong with single prompts of a file, if many are."""
+    """Yields the faults of single prompts of a file that many prompts have."""
     count = len(prompts)
     if not count:
         return
@@ -272,7 +272,7 @@ def _states(text: str, answer: str) -> bool:
 
 
 def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Iterator[Finding]:
-    """What is wrong with a validation set; `graded`: whether the run evaluates."""
+    """Yields the faults of a validation set; `graded`: whether the run evaluates."""
     count = len(problems)
     if 0 < count < PROBLEMS:
         text = f"{source}: {count} problems show no difference between two models; expected {PROBLEMS} and more; fix: "
@@ -288,7 +288,7 @@ def _problems(source: str, problems: Sequence[Prompt], *, graded: bool) -> Itera
 
 
 def _graded(config: Config, name: str, problems: Sequence[Prompt]) -> Iterator[Finding]:
-    """Whether the answers of a validation set have the form that the grader reads, of problems with answers."""
+    """Checks whether the answers of a validation set have the form that the grader reads."""
     choice = GraderChoice(config.evaluation.graders, config.evaluation.judge)
     for line in choice.read(name, ((problem.data_source, problem.answer or "") for problem in problems)):
         yield Finding(CHECK, "ok", line)
@@ -306,7 +306,7 @@ def _graded(config: Config, name: str, problems: Sequence[Prompt]) -> Iterator[F
 
 
 def _unlike(grader: BuiltinGrader, answer: str, prompt: Any) -> str | None:
-    """What is wrong with a reference answer for its grader; None if nothing is."""
+    """The fault of a reference answer for its grader; None if there is none."""
     try:
         grader.check(answer)
     except ValueError:
@@ -322,7 +322,7 @@ def _unlike(grader: BuiltinGrader, answer: str, prompt: Any) -> str | None:
 def tokenized(
     config: Config, student: Tokenizer, teacher: Tokenizer | None, prompts: Sequence[Prompt]
 ) -> Iterator[Finding]:
-    """Findings about the tokens of a sample of prompts; `teacher`: of one that reads the student's ids, else None."""
+    """Checks the tokens of a sample of prompts; `teacher`: one that reads the student's ids, else None."""
     count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
     contents = [prompt.text for prompt in prompts]
     ids = student.encode_plain(contents)

@@ -22,7 +22,7 @@ LOOP_TOKENS, LONGEST_PERIOD = 64, 32
 def truncation(
     rollouts: list[Rollout], limit: int, run_limit: int, *, limited_by: str = "rollout.max_new_tokens"
 ) -> Finding:
-    """Whether most responses are cut off at their limit.
+    """Checks whether most responses are cut off at their limit.
 
     A cut response has no end and no answer: with `positions=last_k` the supervised tokens are in the middle of a
     thought, or in a loop, and the loss falls on text that no evaluation grades. At a limit below the run's own one, few
@@ -58,7 +58,7 @@ def truncation(
 
 
 def repeats_itself(ids: Sequence[int] | np.ndarray) -> bool:
-    """Whether the last 64 tokens are one part of at most 32 tokens again and again."""
+    """Whether the last 64 tokens repeat one part of at most 32 tokens."""
     end = [*map(int, ids[-LOOP_TOKENS:])]
     if len(end) < LOOP_TOKENS:
         return False
@@ -74,12 +74,12 @@ class Answers:
     cut: int = 0  # responses that reached the limit
 
     def describe(self, limit: int) -> str:
-        """What became of the responses that may explain an accuracy."""
+        """A text on how the responses ended, which may explain an accuracy."""
         return f"{self.without_answer} had no answer and {self.cut} were cut at {limit} tokens"
 
 
 def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit: int) -> Finding:
-    """Whether the teacher solves more validation problems than the student.
+    """Checks whether the teacher solves more validation problems than the student.
 
     A teacher that is no better has nothing to give, and the loss falls nevertheless. Measured by one response of each
     model per problem, paired: only problems that one of the two solves count, and under equal models either is the

@@ -1,7 +1,7 @@
-"""The check of the run's settings: values that the configuration allows, and that nobody means. Needs no model.
+"""Checks of values that no error would show: in both models' config.json, and in the run's configuration.
 
-A value is judged by what it does to the run, where that can be computed: the way that a weight can move, the part of it
-that decay takes, the visits of a prompt. The other limits are far outside what published recipes use.
+`settings` judges a value by its effect on the run, where that can be computed: the distance that a weight can move,
+the part that decay takes, the visits of a prompt. The other limits are far outside what published recipes use.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from nemo_oprd.run.models import ModelFiles
 from nemo_oprd.run.positions import too_few_positions
 from nemo_oprd.tools.doctor.findings import Finding, Verdict, flag
 
-# The check of the values in both models' config.json that training does not touch, and that no error would show.
+# The check of values in both models' config.json that training does not change, and that no error would show.
 #
 # Weights are made for one base of the rotation, one epsilon of the norms, one number of heads. With another value a
 # model still loads, and computes something else. Which differences are a mistake depends on what the two models have in
 # common:
 #
 # - one family, width and depth, or one family and width with fewer layers (a checkpoint, or a pruned copy, of the
-# other):
-#   any difference is a warning, because such models usually have one origin.
+#   other): any difference is a warning, because such models usually have one origin.
 # - one family, another width: sizes of a family are often made with another base, so two bases are a warning only if
-# they
-#   differ by less than a factor of 2, which no family does on purpose.
+#   they differ by less than a factor of 2, which no family does on purpose.
 # - other families have nothing to compare.
 
 
@@ -46,11 +44,11 @@ FACTOR = 2.0
 def config_values(
     run: Config, student: ModelFiles, teacher: ModelFiles, *, number: int = 0, shares_ids: bool
 ) -> Iterator[Finding]:
-    """Findings about single values, with those of both models; one that says that there are none.
+    """Compares single values of both models; yields one `ok` finding if nothing is wrong.
 
     Args:
         run: whose longest sequences the models' positions must hold.
-        number: of the teacher in the run.
+        number: the teacher's number in the run.
         shares_ids: whether both models read the same token ids.
     """
     found = [*_of_each(run, student, teacher, number), *_between(student.spec, teacher.spec)]
@@ -164,7 +162,7 @@ EMA_MOVES, EMA_LASTS = 0.1, 0.5
 
 
 def settings(config: Config, num_layers: int, hidden_size: int) -> Iterator[Finding]:
-    """Findings about values that nobody means; one that says that there are none. The sizes are the student's."""
+    """Checks for values that are likely mistakes; yields one `ok` finding if none is. Sizes are the student's."""
     parts = (_optimizer(config, hidden_size), _updates(config), _sampling(config), _losses(config, num_layers))
     ok = Finding(CHECK, "ok", "no value of the configuration is outside what a run can use")
     yield from [finding for part in parts for finding in part] or [ok]

@@ -1,4 +1,4 @@
-"""How much the doctor samples, and the configuration that it builds its models from. Imports no torch."""
+"""The number of samples of the doctor, and the configuration that it builds its models from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def for_diagnosis(config: Config, settings: Settings) -> Config:
 
 
 def not_sampled(config: Config) -> str | None:
-    """What the run samples from and the doctor does not; None: it samples as the run does."""
+    """The source of the run's responses, if the doctor samples from another one; else None."""
     if config.rollout.replay is not None:
         return "recorded rollouts"
     kind = ENGINES[config.rollout.engine]

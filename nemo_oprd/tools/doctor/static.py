@@ -27,7 +27,7 @@ RENDERED_PROMPTS = 2000
 
 
 def teacher_reads(config: Config, number: int = 0) -> Reads:
-    """What teacher `number` of a run reads."""
+    """Returns what teacher `number` of a run reads: ids, prompt or text."""
     if config.teacher.reads == "text":
         return "text"
     return "prompt" if config.has_own_prompt(number) else "ids"
@@ -94,7 +94,7 @@ def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt])
 
 
 def _as_taught(run: Config, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts with the conversation of the teacher; none if one cannot be made, which `train` refuses."""
+    """The prompts in the conversation of the teacher; none if one cannot be rendered, which `train` refuses."""
     try:
         return [replace(prompt, messages=prompt.teacher_messages(run.teacher.prompt)) for prompt in prompts]
     except ValueError:
@@ -113,7 +113,7 @@ def _layer_map(run: Config, files: RunFiles, number: int) -> LayerMap | None:
 def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, list[str]]:
     """Prompts as the models read them, by where they come from: at most `RENDERED_PROMPTS` each, evenly spaced.
 
-    Nothing if a prompt cannot be made; `train` names it.
+    Empty if a prompt cannot be rendered; `train` names it.
     """
     student, template = files.student.tokenizer, run.teacher.prompt
     try:

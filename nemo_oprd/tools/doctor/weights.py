@@ -27,7 +27,7 @@ SCALE, ZERO_ROWS = 100.0, 0.5
 
 @dataclass
 class WeightSurvey:
-    """What one reading of a model's tensors says; layers are counted from 1."""
+    """The result of reading a model's tensors once; layers count from 1."""
 
     # name of a layer's matrix without its layer -> {layer: root mean square}
     scales: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -63,7 +63,7 @@ def survey(model: ModelFiles) -> WeightSurvey:
 
 
 def damaged_weights(role: str, found: WeightSurvey) -> Iterator[Finding]:
-    """Whether a model has tensors that no training leaves, because a damaged model computes, and teaches, something."""
+    """Checks for tensors that no training leaves: a damaged model computes, and teaches, without an error."""
     check, damage = f"{role}'s weights", list(found.damage)
     for name, scales in found.scales.items():
         for layer, scale in scales.items():
@@ -86,7 +86,7 @@ def damaged_weights(role: str, found: WeightSurvey) -> Iterator[Finding]:
 
 
 def layer_origins(student: WeightSurvey, teacher: WeightSurvey, layers: LayerMap) -> Finding:
-    """The check of the layer map that needs no forward pass (`layer_map.py`)."""
+    """Runs the check of the layer map that needs no forward pass (`layer_map.origins`)."""
     cosines = np.zeros(layers.depths)
     for i, ours in student.signatures.items():
         for j, theirs in teacher.signatures.items():
@@ -96,7 +96,7 @@ def layer_origins(student: WeightSurvey, teacher: WeightSurvey, layers: LayerMap
 
 
 def same_weights(student: ModelFiles, teacher: ModelFiles, dtype: torch.dtype, *, reads_more: bool) -> Finding:
-    """Whether student and teacher are the same model.
+    """Checks whether student and teacher are the same model.
 
     A path given twice, or a copy under another name, gives a loss of 0 and a run that learns nothing. Measured tensor
     by tensor in the run's precision, up to the first difference; the vocabularies may be padded differently. Equal

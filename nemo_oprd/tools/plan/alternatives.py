@@ -1,4 +1,4 @@
-"""Settings near a configuration that does not fit, and that do: the fastest first.
+"""Finds settings that fit near a configuration that does not; the fastest come first.
 
 Layouts are searched in two passes, so that the search takes seconds: the teacher's beside the student's smallest one,
 then the student's beside the best of the teacher's. Layouts whose weights alone do not fit are left out before anything
@@ -48,14 +48,14 @@ class Alternative:
 
     @property
     def rank(self) -> tuple[float, float, int]:
-        """The better, the smaller: seconds of a step, then GB, as far as the report shows them, then changes."""
+        """The sort key, smaller is better: seconds of a step, then GB, both as the report rounds them, then changes."""
         peak = self.estimate.kinds[0].memory.peak
         return round(self.estimate.step_seconds, 1), round(peak / 1e9, 1), len(self.changes)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Changes of one role's layout, and the bytes that the role holds at least on its fullest rank."""
+    """Changes of one role's layout, and the least bytes that the role holds on its fullest rank."""
 
     changes: Changes
     least: float
@@ -82,7 +82,7 @@ def _is_enough(other: Alternative, each: Alternative) -> bool:
 
 
 class Search:
-    """The search around one run."""
+    """The search for alternatives around one run."""
 
     def __init__(self, run: RunSpec, cluster: Cluster, lengths: Lengths) -> None:
         self.config, self.cluster, self.lengths = run.config, cluster, lengths
@@ -126,7 +126,7 @@ class Search:
                 continue
 
     def _students(self) -> list[_Place]:
-        """The student's layouts whose weights, gradients and optimizer fit."""
+        """The student's layouts whose weights, gradients and optimizer state fit."""
         work, found = self.works.longest, []
         for changes in self._sizes("student", work.student, SIZES):
             layouts = self._layouts(changes)
@@ -201,7 +201,7 @@ class Search:
         return [{"student.recompute": each} for each in dict.fromkeys((self.config.student.recompute, "full"))]
 
     def _options(self) -> list[Changes]:
-        """Settings beside layouts that make room, the last ones most."""
+        """Settings other than layouts that save memory; those that save most come last."""
         teacher, rollout = self.config.teacher, self.config.rollout
         own_weights = not TEACHER_KINDS[teacher.weights].moves and bool(self.works.longest.own_teachers)
         offload = [True] if teacher.offload else [False, True] if own_weights else [False]

@@ -1,4 +1,4 @@
-"""`plan`: what a configuration needs on a number of GPUs, from its models' config.json alone."""
+"""`plan`: estimates a configuration on a number of GPUs, from its models' config.json alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the estimate of a training run; 1 if the run does not fit.
+    """Prints the estimate of a training run; returns 1 if the run does not fit, else 0.
 
     Raises:
         ValueError: the configuration, a model or the number of ranks is wrong.

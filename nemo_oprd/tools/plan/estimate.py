@@ -44,14 +44,14 @@ class RankKind:
 
     @property
     def name(self) -> str:
-        """Such as "student stage 0, teacher stage 1"."""
+        """The stages as text, such as "student stage 0, teacher stage 1"."""
         parts = [("student", self.student), ("teacher", self.teacher)]
         return ", ".join(f"{role} stage {stage}" for role, stage in parts if stage is not None)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs on `ranks` GPUs.
+    """The estimate of a run on `ranks` GPUs.
 
     Attributes:
         kinds: the kinds of ranks, the fullest first.
@@ -61,7 +61,7 @@ class Estimate:
         evaluation_seconds: seconds of one evaluation; None if the number of problems is unknown.
         seconds: phase -> seconds of a step.
         bubbles: role -> the share of its pipeline's time in which a rank waits.
-        servers: those of teachers that vLLM servers compute.
+        servers: the vLLM servers of teachers.
         idle: the ranks without a response; None: there are none.
         positions: models whose positions end before the longest sequences.
         problems: what does not fit, one line each.
@@ -101,7 +101,7 @@ class Estimate:
         return self.longest_work.response
 
     def of_rank(self, rank: int) -> RankKind:
-        """A rank that holds a model, with its own memory; `kinds` have that of the fullest tensor and context rank.
+        """The kind of one rank, with the rank's own memory; `kinds` have that of the fullest tensor and context rank.
 
         They differ by the rows of the representation loss, under sequence and context parallelism: `rows_on_rank`.
         """
@@ -116,7 +116,7 @@ class Estimate:
 
     @property
     def overlap_seconds(self) -> float:
-        """Of the sampling of a step, what servers on GPUs of their own do while an update is computed."""
+        """The seconds of a step's sampling that servers on GPUs of their own do while an update is computed."""
         config, sampling = self.work.config, self.rollout
         if not config.rollout.max_lag or sampling is None or sampling.groups.placement == "colocated":
             return 0.0
@@ -126,7 +126,7 @@ class Estimate:
 
 
 def _awaited(config: Config, limit: int) -> float:
-    """The share of a step's sampling that is from its own student: the last segment of its longest responses.
+    """The share of a step's sampling that awaits its own student: the last segment of its longest responses.
 
     `limit`: their tokens. With mode stream servers sample on while the step computes, whatever it has waited for.
     """
@@ -138,7 +138,7 @@ def _awaited(config: Config, limit: int) -> float:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the configuration does not say; None: see `make_workload`.
+    """Lengths and numbers that the configuration does not give; None: see `make_workload`.
 
     Attributes:
         prompt: tokens of a prompt.
@@ -164,7 +164,7 @@ UNKNOWN = Lengths()
 
 
 def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Estimate:
-    """What a training run needs on `cluster`, for whose ranks it was resolved.
+    """Estimates a training run on `cluster`, for whose ranks it was resolved.
 
     Raises:
         ValueError: the parameters of a teacher that servers compute can't be counted.
@@ -179,7 +179,7 @@ def make_works(config: Config, models: RunModels, lengths: Lengths) -> Works:
 
 
 def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate:
-    """What a training run with this work needs on `cluster`; see `estimate`.
+    """Estimates a training run with this work on `cluster`; see `estimate`.
 
     Raises:
         ValueError: the layouts of the works' configuration do not fit the ranks or the models.
@@ -237,9 +237,9 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
 
 
 def _with_waves(work: Workload, cluster: Cluster) -> Config:
-    """The configuration with the number of microbatches that `teacher.resident_microbatches=auto` allows, if it is set.
+    """The configuration with a number in place of `teacher.resident_microbatches=auto`, if it is set.
 
-    As in `distillation/distiller.py`: targets may take a quarter of what is left.
+    As in `distillation/distiller.py`: targets may take a quarter of the memory that is left.
     """
     config = work.config
     if config.teacher.resident_microbatches != "auto":
@@ -279,7 +279,7 @@ def _without_sampling(
     """Memory of a rank in all phases but those of sampling.
 
     Args:
-        exact: with the rows of this rank; otherwise with those of the tensor and context rank that has most of them.
+        exact: count the rows of this rank; otherwise those of the tensor and context rank with the most rows.
     """
     config, learns = work.config, student.coordinates(rank).pipeline if rank in student.ranks else None
     layers, place = cluster.layers, student.coordinates(rank) if exact and learns is not None else None

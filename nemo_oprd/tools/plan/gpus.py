@@ -1,4 +1,4 @@
-"""GPUs as their makers describe them, and how much of that a run is assumed to reach."""
+"""The published numbers of GPUs, and the share of them that a run is assumed to reach."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Layers: TypeAlias = Literal["transformer_engine", "local", "cpu"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a run is to run: one rank per GPU.
+    """The GPUs of a run: one rank per GPU.
 
     Attributes:
         layers: whose kernels the layers have.
@@ -68,7 +68,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What an estimate of seconds rests on. None of these numbers was measured with this project on a GPU.
+    """Assumptions of an estimate of seconds. None of these numbers was measured with this project on a GPU.
 
     Attributes:
         compute: the share of a GPU's operations per second that training and a teacher's forward pass reach.
@@ -93,7 +93,7 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def unit(size: float) -> tuple[float, str]:
-    """(Bytes, name) of the unit in which a number of bytes is read best."""
+    """(Bytes, name) of the largest unit that fits a number of bytes."""
     return next((each for each in _UNITS if size >= each[0]), (1.0, "B"))
 
 
@@ -110,7 +110,7 @@ def count(number: float) -> str:
 
 
 def add_gpus(parser: argparse.ArgumentParser) -> None:
-    """The GPUs that a job is to have; `gpu_of` reads the kind."""
+    """Adds the options for the GPUs of a job; `gpu_of` reads the kind."""
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="default: %(default)s")
     text = "memory of one GPU in GB of 10^9 bytes, if another than that of --gpu, whose speed it has"

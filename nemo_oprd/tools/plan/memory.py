@@ -1,4 +1,4 @@
-"""Memory per GPU, by part and by phase of a step."""
+"""Memory per GPU, by part and by phase of a step: activations of a layer, model states, targets, and passes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LayerBytes:
 
 
 def feed_forward_values(spec: ModelSpec, layout: Layout, kept_by: Layers = "transformer_engine") -> float:
-    """Values per token that the feed-forward block of a layer makes on a rank; of the larger kind of layer.
+    """Values per token that the feed-forward block of a layer makes on a rank, for the larger kind of layer.
 
     Both products of the first matrix, what the activation makes of them, and their product: 5 F; without a gate 3 F. In
     a layer with experts each token is in K of them, with its state before and after, if tokens spread evenly. Of these
@@ -248,7 +248,7 @@ def projector_parameters(work: Workload, layout: Layout, pipeline: int) -> int:
 
 
 def buffers(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, float]:
-    """What Megatron keeps between steps on a rank of stage `pipeline`.
+    """Buffers that Megatron keeps between steps on a rank of stage `pipeline`: name -> bytes.
 
     Sequence parallelism gathers states into one buffer for all layers, where Transformer Engine makes a tensor each
     time, and a stage keeps the last state that came from the one before.
@@ -269,9 +269,9 @@ def gathered_state(work: Workload, layout: Layout) -> float:
 
 
 def engine_buffers(work: Workload, layout: Layout, *, trains: bool, teaches: bool) -> dict[str, float]:
-    """What Transformer Engine keeps on a rank: room for cuBLAS, and for training a gradient per shape of a weight.
+    """Buffers of Transformer Engine on a rank: a workspace for cuBLAS, and in training a gradient per weight shape.
 
-    Weights' gradients are added to Megatron's buffer inside the product; autograd gets tensors that nobody reads.
+    Weights' gradients are added to Megatron's buffer inside the product; autograd gets tensors that no code reads.
     """
     specs = [*([work.student] if trains else []), *(teacher.spec for teacher in work.own_teachers if teaches)]
     streams = 1 + (GROUPED_STREAMS if any(spec.experts for spec in specs) else 0)

@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, and the bytes that it moves between GPUs, by kind."""
+"""Floating-point operations of a step, the bytes that it moves between GPUs, by kind, and its seconds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepFlops:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all operations."""
         return self.sampling + self.teacher + self.update
 
 
@@ -147,7 +147,7 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     )
 
 
-# An estimate of a step's seconds from a GPU's published numbers; `gpus.Assumptions` says what it rests on.
+# An estimate of a step's seconds from a GPU's published numbers and `gpus.Assumptions`.
 
 
 def bubble(layout: Layout, microbatches: int) -> float:
@@ -165,10 +165,10 @@ def training_seconds(
     gpus_per_node: int,
     servers: Sequence[Servers] = (),
 ) -> dict[str, float]:
-    """Phase -> seconds of a step's teacher, update and communication: those of the fullest data-parallel rank.
+    """Phase -> seconds of a step's teacher, update and communication, on the fullest data-parallel rank.
 
     Args:
-        servers: of the teachers that have some; these are asked one after the other, and after them the others.
+        servers: the teachers' servers, which compute one after the other, before the teachers without servers.
     """
     flops, moved = step_flops(work), step_bytes(work, student)
     rate = gpu.flops * ASSUMED.compute

@@ -1,4 +1,4 @@
-"""How many parameters of a model one rank holds, and how many of them are trained."""
+"""Costs of attention of each kind, and the parameters of a model that one rank holds and trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.memory_bounds import CAPPED_QUERIES
 from nemo_oprd.models import ModelSpec
 
-# What attention of each kind costs: ordinary, with a gate, latent, in windows, and the gated delta net. No torch.
+# The cost of each kind of attention: ordinary, with a gate, latent, in windows, and the gated delta net. No torch.
 #
 # D hidden size, A heads, G key/value groups, C channels of a head; of a delta net H key heads of K channels and U value
 # heads of V.
@@ -23,7 +23,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """Of one layer: split over tensor ranks, and on each of them; `products` of both are in matrix products."""
+    """Parameters of one layer: split over tensor ranks, and whole on each; `products` of both are in products."""
 
     split: int
     whole: int
@@ -36,7 +36,7 @@ def is_delta_net(spec: ModelSpec, layer: int) -> bool:
 
 
 def attention_parameters(spec: ModelSpec, layer: int) -> AttentionParameters:
-    """Of the attention of layer `layer` (1-based), without the norm before it."""
+    """Parameters of the attention of layer `layer` (1-based), without the norm before it."""
     d = spec.hidden_size
     if is_delta_net(spec, layer):
         delta = spec.delta
@@ -188,7 +188,7 @@ def expert_parameters(spec: ModelSpec, layer: int) -> int:
 
 
 def _of_layers(spec: ModelSpec, layers: list[int], parameters: Callable[[ModelSpec, int], int]) -> int:
-    """The sum of `parameters` over some layers, which are of few kinds."""
+    """The sum of `parameters` over some layers; each of their few kinds is computed once."""
     kinds = Counter((spec.is_sparse(layer), is_delta_net(spec, layer)) for layer in layers)
     examples = {(spec.is_sparse(layer), is_delta_net(spec, layer)): layer for layer in layers}
     return sum(count * parameters(spec, examples[kind]) for kind, count in kinds.items())

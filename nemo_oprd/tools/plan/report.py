@@ -1,4 +1,4 @@
-"""An estimate as text, and as JSON."""
+"""Writes an estimate as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _memory(found: Estimate) -> Iterator[str]:
 
 
 def _row(name: str, values: list[float], width: int, scale: float) -> str:
-    """A line of the table, in a unit of `scale` bytes; what is there is never shown as 0."""
+    """A line of the table, in a unit of `scale` bytes; a number above 0 is never shown as 0."""
     shown = [f"{value / scale:.2f}" if value >= 0.01 * scale or not value else "<0.01" for value in values]
     return f"{name:<34}" + "".join(f"{text:>{width}}" for text in shown)
 
@@ -141,7 +141,7 @@ def _seconds(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Example: "27.5 h"."""
+    """Seconds as text. Example: "27.5 h"."""
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{_seconds(seconds)} s"

@@ -21,11 +21,11 @@ DECODE_OPERATIONS = 86
 
 @dataclass(frozen=True)
 class Demand:
-    """What is sampled in a step or in an evaluation.
+    """The responses of a step or of an evaluation.
 
     Attributes:
         responses: number of responses.
-        longest, mean: tokens of the longest response that is allowed, and of a response on average.
+        longest, mean: tokens of the longest allowed response, and of a response on average.
         key: the configuration key of `longest`, for messages.
     """
 
@@ -37,7 +37,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine meets a `Demand`.
+    """The cost of a `Demand` with an engine.
 
     Attributes:
         at_a_time: responses that one group of GPUs samples at the same time.
@@ -56,10 +56,10 @@ class Sampling:
 
 
 def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *, goes_on: bool = False) -> Sampling:
-    """Sampling with the engine of the configuration.
+    """The cost of sampling with the engine of the configuration.
 
     Args:
-        ranks: of the student.
+        ranks: the student's ranks.
         left: bytes per GPU that other parts leave.
         goes_on: whether servers sample long responses over several updates, as `rollout.mode` says.
     """
@@ -84,7 +84,7 @@ def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *,
 
 
 def _under_way(work: Workload, demand: Demand) -> Demand:
-    """What servers sample between two updates where long responses go on over several of them."""
+    """The responses that servers sample between two updates where long responses go on over several of them."""
     rollout, parts = work.config.rollout, 1
     if rollout.mode == "segments":  # responses of mean length
         parts = -(-demand.mean // rollout.tokens_per_segment)

@@ -1,4 +1,4 @@
-"""Teachers behind vLLM servers: what a server holds, what it sends, and how long a step's states take."""
+"""Teachers behind vLLM servers: the memory of a server, the bytes that it sends, and the seconds of a step's states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Servers:
         answers: bytes of a step's answers, from all servers.
         ahead: the most bytes of a machine's shared memory that answers take before a batch is complete.
         flops: operations of a step.
-        seconds: of a step's states, transfers included.
+        seconds: seconds of a step's states, transfers included.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Servers:
 
 
 def teacher_servers(longest: Workload, mean: Workload, student: Layout, gpu: Gpu) -> tuple[Servers, ...]:
-    """The servers of all teachers that have some.
+    """The servers of all teachers that use servers.
 
     Args:
         longest, mean: the work of a step with the longest responses, for memory, and with average ones.
@@ -145,7 +145,7 @@ def output_row_bytes(teacher: TeacherWork, work: Workload) -> int:
 
 
 def served_flops(teacher: TeacherWork, work: Workload) -> float:
-    """Operations of a step's sequences of one teacher; a server computes all layers, and the head where it is asked."""
+    """Operations of a step's sequences of one teacher; a server computes all layers, and the head if it is needed."""
     model, length = teacher.served, work.needed
     assert model is not None
     share = work.responses / len(work.teachers)

@@ -1,4 +1,4 @@
-"""The work of one step: which models compute what, and how many tokens of which length."""
+"""The work of one step: the sizes of served models, the work of each model, and the number and length of responses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ServedModel:
 
 
 def served_model(directory: Path, spec: ModelSpec) -> ServedModel:
-    """The numbers of the model in `directory`, whose spec says no more than depth, width and vocabulary.
+    """The numbers of the model in `directory`, whose spec has only depth, width and vocabulary.
 
     Raises:
         ValueError: there are no weight files, and the family is none of this project's.
@@ -125,7 +125,7 @@ def _tensors(directory: Path) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class TeacherWork:
-    """What one teacher computes and sends.
+    """The work of one teacher, and the numbers that it sends.
 
     Attributes:
         pairs: supervised student layer -> teacher layer.
@@ -207,9 +207,9 @@ class Workload:
         return Microbatches(per_pack, count, sum(per_rank), self.needed, self._resident(layout, count))
 
     def _resident(self, layout: Layout, count: int) -> int:
-        """Of `count` microbatches, those whose targets are there at a time (`BatchPlan.group_numbers`).
+        """The number of `count` microbatches whose targets are in memory at a time (`BatchPlan.group_numbers`).
 
-        With `teacher.resident_microbatches=auto` all of a step, see `estimate.py`.
+        With `teacher.resident_microbatches=auto` all of a step, see `estimate._with_waves`.
         """
         setting = self.config.teacher.resident_microbatches
         if not isinstance(setting, int):
@@ -224,7 +224,7 @@ class Workload:
         return shares(self.responses, len(self.teachers))
 
     def teacher_share(self, student: Layout, teacher: Layout) -> float:
-        """What the teachers' fullest data-parallel rank computes of a step: whole responses in every wave of targets.
+        """The share of a step that the teachers' fullest data-parallel rank computes: whole responses in every wave.
 
         A wave is `teacher.resident_microbatches` microbatches of the student's ranks.
         """

@@ -1,6 +1,6 @@
-"""What a single rank can't see: whether the ranks of a group issue the same collectives, in the same order.
+"""Compares rehearsed ranks: the ranks of a group must issue the same collectives, in the same order.
 
-Ranks of a group that were rehearsed must agree in kind, number of elements and dtype of every collective. A message
+They must agree in kind, number of elements and dtype of every collective, which no single rank can see. A message
 must meet its counterpart: the k-th message from rank a to rank b is received as the k-th message from a on rank b.
 """
 
@@ -15,7 +15,7 @@ Messages = list[dict[str, Any]]
 def disagreements(found: dict[int, dict[str, Any]]) -> list[str]:
     """One line per pair of ranks that do not agree, which names both sides of the first difference.
 
-    `found`: per rank, what its process saw.
+    `found`: rank -> the report of its process.
     """
     sequences = {rank: _in_order(seen) for rank, seen in found.items()}
     lines = []
@@ -36,9 +36,9 @@ def _in_order(seen: dict[str, Any]) -> Messages:
 
 
 def _collectives(messages: Messages, ranks: tuple[int, ...], partner: int, *, is_mirrored: bool = False) -> Messages:
-    """The collectives of a group; of an uneven all-to-all only the rows that come from `partner` and that go there.
+    """The collectives of a group; of an uneven all-to-all only the rows from `partner` and those to it.
 
-    Mirrored, in the order in which the partner itself receives and sends them.
+    If mirrored, in the order in which the partner itself receives and sends them.
     """
     found = []
     for message in messages:

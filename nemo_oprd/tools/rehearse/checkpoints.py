@@ -1,7 +1,7 @@
-"""A checkpoint up to the files: what `train.py` calls, with Megatron's planning, and without a byte on the disk.
+"""Saves and loads a checkpoint as `train.py` does, with Megatron's planning, up to the files: no byte reaches the disk.
 
-What other ranks hold is not known, so that the ranks' shards together cover the checkpoint is not validated, and each
-rank plans for itself alone.
+The shards of other ranks are not known: each rank plans for itself alone, and the rehearsal does not validate that all
+shards together cover the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _WouldWrite(Exception):  # noqa: N818 - the boundary
-    """Everything that this rank would write is in host memory."""
+    """Raised when everything that this rank would write is in host memory; ends the save there."""
 
 
 def save_and_load(recorder: Recorder, student: Student, source: Path) -> None:
@@ -103,7 +103,7 @@ def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, An
 
 @contextmanager
 def _alone(common: dict[str, Any]) -> Iterator[None]:
-    """Within the context, Megatron plans checkpoints of this rank only; what all ranks share is put into `common`."""
+    """Within the context, Megatron plans checkpoints of this rank only; `common` gets the state common to all ranks."""
     from megatron.core.dist_checkpointing import serialization, state_dict_utils, validation
     from megatron.core.dist_checkpointing.strategies import common as common_strategies
     from torch.distributed.checkpoint.utils import _DistWrapper

@@ -1,4 +1,4 @@
-"""`rehearse`: two steps of some ranks of a job at full size, on fake CUDA tensors, beside what `plan` says."""
+"""`rehearse`: runs two steps of some ranks of a job at full size, on fake CUDA tensors, and compares with `plan`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints one line per finding; 1 if a rank would fail, or does not fit.
+    """Prints one line per finding; returns 1 if a rank would fail or does not fit, else 0.
 
     Raises:
         ValueError: the configuration, a model or the number of ranks is wrong, or a compiler or the files of
@@ -163,7 +163,7 @@ def _shortened(run_spec: RunSpec, response: int) -> RunSpec:
 
 
 def ranks_of_interest(run_spec: RunSpec, planned: Estimate) -> list[int]:
-    """Of each kind that `plan` tells apart, the first rank, and the last tensor rank of student and teacher.
+    """The first rank of each kind that `plan` tells apart, and the last tensor rank of student and teacher.
 
     The last tensor rank is the fullest under sequence parallelism: it has the last rows of a response.
     """
@@ -188,7 +188,7 @@ def stages(run_spec: RunSpec, rank: int) -> tuple[int | None, int | None]:
 
 
 def role_of(run_spec: RunSpec, rank: int) -> str:
-    """Such as "student stage 0, teacher stage 0"."""
+    """The stages of a rank as text, such as "student stage 0, teacher stage 0"."""
     parts = [("student", run_spec.student_layout), ("teacher", run_spec.teacher_layout)]
     return ", ".join(
         f"{name} stage {layout.coordinates(rank).pipeline}" for name, layout in parts if rank in layout.ranks
@@ -196,7 +196,7 @@ def role_of(run_spec: RunSpec, rank: int) -> str:
 
 
 def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response: int) -> dict[str, Any]:
-    """What a process of its own saw.
+    """Rehearses a rank in a process of its own, and returns the report of the process.
 
     Raises:
         ValueError: the rehearsal can't be carried out here, or the configuration is wrong.
@@ -231,7 +231,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
 
 
 def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part of the JSON; bytes per phase, waits, kernels and collectives per step."""
+    """One rank's part of the JSON: bytes per phase, waits, kernels and collectives per step."""
     kind = planned.of_rank(rank)
     phases: dict[str, dict[str, Any]] = {}
     collectives: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any
 
 
 def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where the host waits in a step, over all its phases, and how often."""
+    """The places where the host waits in a step, over all its phases, and how often."""
     keys = ("file", "line", "below", "what", "innermost")
     counts: Counter[tuple[Any, ...]] = Counter()
     for name, seen in found["phases"].items():
@@ -274,7 +274,7 @@ def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def planned_bytes(kind: RankKind, phase: str, run_spec: RunSpec) -> float | None:
-    """What `plan` says of a phase; None where it is silent."""
+    """The bytes of a phase by `plan`; None if `plan` has no such phase."""
     memory, config = kind.memory, run_spec.config
     if phase in BUILT:
         # an optimizer has its two moments from the first step on; a copy of bfloat16 weights in float32 at once
@@ -318,7 +318,7 @@ def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
 
 
 def _around(one: dict[str, Any], name: str) -> str:
-    """What a phase outside of the steps waited for, sent and would have written."""
+    """A text on the waits of a phase outside of the steps, and the bytes that it sent and would have written."""
     if name in STEP:
         return ""
     phase, sent = one["phases"][name], one["collectives"][name].values()

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
-# With a kernel of their own on CUDA; the CPU build composes them of smaller operations, which keep more alive.
+# These have a kernel of their own on CUDA; the CPU build composes them of smaller operations, which keep more alive.
 _FUSED = ("silu_backward", "mish_backward", "_fused_rms_norm")
 
 
@@ -39,13 +39,13 @@ _kept: list[Any] = []
 
 
 class CausalBias:
-    """`torch.nn.attention.bias.CausalBias` is a subclass of Tensor, which fake tensors can't be."""
+    """Replaces `torch.nn.attention.bias.CausalBias`, a subclass of Tensor, which fake tensors can't be."""
 
     def __init__(self, *_: Any) -> None: ...
 
 
 def _choose_attention() -> None:
-    """Flash attention for bfloat16, memory-efficient attention for float32 and masks, as torch chooses on CUDA."""
+    """Chooses flash attention for bfloat16, memory-efficient attention for float32 and masks, as torch does on CUDA."""
     import torch.nn.attention.bias as bias
 
     from nemo_oprd.megatron import attention
@@ -82,7 +82,7 @@ def _choose_attention() -> None:
 
 
 def _move_modules() -> None:
-    """`Module.to` swaps tensors, which the recorder's weak references forbid; here it moves what is elsewhere only."""
+    """Makes `Module.to` move tensors of other devices; the recorder's weak references forbid to swap tensors."""
     general = torch.nn.Module.to
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -104,7 +104,7 @@ def _move_modules() -> None:
 
 
 def _read_scalars() -> None:
-    """`torch.tensor([scalars on the device])` reads them one by one where no dispatch mode sees it.
+    """Makes the recorder see that `torch.tensor([scalars on the device])` reads them one by one.
 
     A list of a tensor is one copy to the host; fake tensors read its numbers one by one.
     """
@@ -126,7 +126,7 @@ def _read_scalars() -> None:
 
 
 def known_shapes() -> None:
-    """Pipeline stages tell each other shapes as data; here they come from the microbatches of the schedule."""
+    """Makes pipeline stages take shapes from the schedule's microbatches instead of sending them as data."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from nemo_oprd.megatron import pipeline_schedule

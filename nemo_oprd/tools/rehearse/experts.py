@@ -1,8 +1,8 @@
-"""Which experts the tokens of a rehearsal visit: their router has no numbers, so the load is stated (`--experts-load`).
+"""Chooses the experts of a rehearsal's tokens: the router has no numbers, so `--experts-load` gives the load.
 
 Megatron's dispatchers read on the host how many tokens each expert of this rank gets, from its own tokens and from
 those of other ranks. Both are consistent over ranks: every rank chooses by the same rule, and the others of an exchange
-are taken to have as many tokens as this one.
+are assumed to have as many tokens as this one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOADS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
 
 @cache
 def visits(load: str, tokens: int, experts: int, per_token: int) -> torch.Tensor:
-    """Where tokens go: bool [tokens, experts], in host memory."""
+    """The visits of tokens: bool [tokens, experts], in host memory."""
     chosen = (LOADS[load](tokens, experts, per_token) + torch.arange(per_token)) % experts
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
 

@@ -1,6 +1,7 @@
-"""What `torch.cuda` answers in a rehearsal: one device that computes nothing, whose memory the recorder counts.
+"""Replaces `torch.cuda` in a rehearsal by one device that computes nothing, whose memory the recorder counts.
 
-`install` is called once, after `shim.load()` and the import of torch. It changes torch for the whole process.
+Call `install` once, after `shim.load()` and the import of torch: it changes torch for the whole process, which `join`
+makes one rank of a large world.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ class Stream:
     def __exit__(self, *_: Any) -> None: ...
 
     def wait_stream(self, _: Any) -> None:
-        """Nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
     wait_event = wait_stream
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
+        """Returns an event that has happened."""
         return event or Event()
 
     def query(self) -> bool:
-        """Everything has happened."""
+        """Returns True: everything has happened."""
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Notes that the host waits."""
         self.wait("Stream.synchronize")
 
 
@@ -57,41 +58,41 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def record(self, *_: Any) -> None:
-        """Has happened."""
+        """Does nothing: the event has happened."""
 
     wait = record
 
     def query(self) -> bool:
-        """Has happened."""
+        """Returns True: the event has happened."""
         return True
 
     def elapsed_time(self, _: Any) -> float:
-        """Milliseconds."""
+        """A number of milliseconds, always 1."""
         return 1.0
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Notes that the host waits."""
         self.wait_on_host("Event.synchronize")
 
 
 class Generator:
-    """The random numbers of the device, of which there are none."""
+    """The random generator of the device, which draws nothing; its state stays as it is."""
 
     def __init__(self, state: torch.Tensor) -> None:
         self._state = state
 
     def get_state(self) -> torch.Tensor:
-        """Some state."""
+        """The state that `__init__` got."""
         return self._state
 
     def set_state(self, _: torch.Tensor) -> None:
-        """Ignored."""
+        """Ignores the state."""
 
     graphsafe_set_state, clone_state = set_state, get_state
 
 
 def install(memory: int, live: Callable[[], int], peak: Callable[[], int], wait: Callable[[str], None]) -> None:
-    """Replaces what torch.cuda would ask a driver.
+    """Replaces the functions of torch.cuda that would ask a driver.
 
     Args:
         memory: bytes of the device.
@@ -154,7 +155,7 @@ def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-# One rank of a large world in one process: torch's fake process group, and what its collectives can't answer.
+# One rank of a large world in one process: torch's fake process group, and substitutes for what it lacks.
 
 
 # the description of groups for tensors in host memory
@@ -162,7 +163,7 @@ HOST = "host memory"
 
 
 def join(rank: int, ranks: int, gpus_per_node: int) -> None:
-    """This process becomes rank `rank` of `ranks`. Collectives change nothing; those of objects return one's own."""
+    """Makes this process rank `rank` of `ranks`. Collectives change nothing; those of objects return the own object."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(gpus_per_node))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 

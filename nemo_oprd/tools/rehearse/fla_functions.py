@@ -1,8 +1,8 @@
-"""FLA's kernels of a gated delta net in a rehearsal: what they return, and what they keep and need beside it.
+"""Stand-ins for FLA's kernels of a gated delta net: the tensors that these return, keep, and need meanwhile.
 
 Megatron's layer takes three functions of flash-linear-attention, which are Triton. These stand-ins compute nothing:
-they make the tensors that version 0.6.0 makes, of the same shapes and dtypes, and hold them as long as it does. Of its
-own waits of the host, for the lengths of a pack, none is counted.
+they make the tensors that version 0.6.0 makes, of the same shapes and dtypes, and hold them as long as it does. They
+do not count FLA's own waits of the host, for the lengths of a pack.
 
 Shapes: B = 1 pack of S tokens, N sequences in it, H heads, K channels of a key, V of a value, C channels, W the width
 of a convolution.
@@ -128,7 +128,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _within_chunks(k: torch.Tensor, v: torch.Tensor, chunks: int) -> list[torch.Tensor]:
-    """What both passes make: the keys and values that a chunk corrects, the states before each chunk, new values."""
+    """Tensors that both passes make: keys and values that a chunk corrects, states before each chunk, new values."""
     return [torch.empty_like(k), torch.empty_like(v), _states(k, v, chunks), torch.empty_like(v)]
 
 

@@ -50,7 +50,7 @@ class HostValues:
             return torch.equal(twins[0], twins[1])
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Carries out an operation on the twins of its arguments, after it was carried out on fake tensors."""
+        """Repeats an operation on fake tensors on the twins of their arguments."""
         written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         mutates = func._schema.is_mutable
         if not written or any(map(_is_large, written)):
@@ -83,12 +83,12 @@ class HostValues:
             self._twins[tensor] = twin
 
     def collective(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """After a collective or a message on these tensors."""
+        """Updates the twins after a collective or a message on these tensors."""
         if name not in _AGREED and name != "send":
             self._end_if(True, tensors)
 
     def freed(self, storage: int) -> None:
-        """The storage with this address is gone."""
+        """Ends the twins in the storage with this address, which was freed."""
         self._of_storage.pop(storage, None)
 
     def _end_if(self, mutates: bool, tensors: list[torch.Tensor]) -> None:

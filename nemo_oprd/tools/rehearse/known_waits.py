@@ -1,4 +1,4 @@
-"""Where a step makes the host wait for the device, and why that is left as it is.
+"""Lists the places where a step makes the host wait for the device, with the reason for each.
 
 A wait of a step at any other place is a mistake: on a GPU the host would fall behind. Nothing of this project that runs
 per layer, microbatch, row or token is here.

@@ -1,4 +1,4 @@
-"""Whose layers a rehearsal builds: Megatron's local ones, or Transformer Engine's, whose files must be there."""
+"""Chooses the layers that a rehearsal builds: Megatron's local ones, or Transformer Engine's, whose files it needs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def provided_models(config: Config) -> list[str]:
 
 
 def make_bridge_importable(choice: Choice, config: Config) -> None:
-    """In the command's own process: Megatron-Bridge reads configs only where Transformer Engine can be imported.
+    """Lets Megatron-Bridge read configs in the command's own process, for which it imports Transformer Engine.
 
     Where it is not installed, the files that a rank's process takes stand in for it here, too.
     """
@@ -66,7 +66,7 @@ def make_bridge_importable(choice: Choice, config: Config) -> None:
 
 
 def stack(choice: Choice, config: Config) -> dict[str, str]:
-    """What is rehearsed, for the report: packages with their versions, and the layers."""
+    """Describes the rehearsed stack for the report: packages with their versions, and the layers."""
     packages = {"torch": version("torch"), "megatron-core": version("megatron-core")}
     if choice == "te":
         packages["transformer-engine"] = te_package.version()
@@ -76,7 +76,7 @@ def stack(choice: Choice, config: Config) -> dict[str, str]:
 
 
 def choose(choice: Choice, recorder: Recorder) -> None:
-    """In the process of a rank, after torch and before Megatron is imported: makes the models take these layers."""
+    """Makes the models take these layers; call it in a rank's process between the imports of torch and Megatron."""
     if choice == "te":
         from nemo_oprd.tools.rehearse.te_functions import Functions
 

@@ -25,8 +25,8 @@ class Peak:
 
     Attributes:
         bytes, rounded: on the device, as tensors and as blocks of PyTorch's allocator.
-        at_peak: where it was allocated, and what it is -> bytes.
-        host: in host memory, of what a run would copy from the device or read from files.
+        at_peak: place of the allocation, and operation -> bytes.
+        host: bytes in host memory, of data that a run would copy from the device or read from files.
     """
 
     bytes: int = 0
@@ -46,7 +46,7 @@ class _Block:
 
 
 class Memory:
-    """What is alive. `peak` is that of the phase that runs now; `freed` is called with the key of a storage."""
+    """The memory in use. `peak` is that of the phase that runs now; `freed` is called with the key of a storage."""
 
     def __init__(self, freed: Callable[[int], None]) -> None:
         self.live = self.most = self.host = 0
@@ -57,7 +57,7 @@ class Memory:
         self._marks: dict[str, tuple[int, int]] = {}  # moment -> live bytes and number of blocks when it came last
 
     def begin(self, peak: Peak) -> None:
-        """A phase begins, or goes on: what is alive counts for it."""
+        """Begins a phase, or goes on with it: the memory in use counts for it."""
         self.peak = peak
         peak.bytes, peak.rounded = max(peak.bytes, self.live), max(peak.rounded, self._rounded)
         peak.host = max(peak.host, self.host)
@@ -76,7 +76,7 @@ class Memory:
             self._references[key] = weakref.ref(storage, lambda _: self._free_host(key, size))
 
     def forget(self, moment: str) -> None:
-        """The next `settled` at this moment is the first one."""
+        """Forgets a moment: the next `settled` at it counts as the first one."""
         self._marks.pop(moment, None)
 
     def settled(self, moment: str) -> dict[Place, int]:

@@ -34,7 +34,7 @@ TOKENS = 4
 
 
 def name_parts_of_building(recorder: Recorder) -> None:
-    """From here on, building a student and its teachers is in the phases "build student", "... optimizer", ..."""
+    """Puts the building of a student and its teachers into the phases "build student", "... optimizer", ..."""
     from nemo_oprd.distillation import student
     from nemo_oprd.run import models
 
@@ -69,7 +69,7 @@ def in_process_engine(recorder: Recorder, run: RunSpec, files: Any) -> RolloutEn
 
 
 def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: int, response: int) -> None:
-    """The first batch of a step's responses: the prompts, and `TOKENS` tokens with a cache for all of them."""
+    """Samples the first batch of a step's responses: the prompts, and `TOKENS` tokens with a cache for all of them."""
     from nemo_oprd.rollout import decoding
     from nemo_oprd.rollout import in_process_engine as engine_module
 
@@ -103,7 +103,7 @@ def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: in
 def check_sampling(
     recorder: Recorder, config: Config, files: Any, student: Student, rollouts: list[Rollout], step: int
 ) -> None:
-    """What `train.py` does with the log-probabilities of an engine that records them, but for the comparison."""
+    """Computes log-probabilities to check an engine that records them, as `train.py`, but compares nothing."""
     if RECORDS[config.rollout.engine].no_logprobs is None:
         with recorder.phase("sampling check"), replaced(sampling_check, "compare", lambda *_, **__: {}):
             sampling_check.SamplingCheck(config, files.sampled_ids)(student, rollouts, step)
@@ -112,7 +112,7 @@ def check_sampling(
 def send_weights(
     recorder: Recorder, engine: RolloutEngine | None, run: RunSpec, student: Student, gpus_per_node: int
 ) -> None:
-    """The student's weights, as one stream, into the in-process engine or up to the boundary of the servers."""
+    """Sends the student's weights, as one stream, to the in-process engine or up to the boundary of the servers."""
     if run.config.rollout.replay is not None:
         return
     whole = {p.mapping.megatron: (p.shape, student.dtype) for p in checkpoint_parameters(student.spec)}
@@ -128,7 +128,7 @@ def send_weights(
 
 
 def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int) -> None:
-    """`WeightPush` with the servers' places and without servers."""
+    """Runs `WeightPush` with the servers' places and without servers."""
     import torch.distributed as dist
 
     from nemo_oprd.megatron.parallel import device
@@ -149,7 +149,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     calls = UpdateCalls(None, places, len(names), lambda *_: None, settings.start_timeout, settings.request_timeout)
 
     class Group:
-        """In place of the group of the first rank and the servers' workers."""
+        """Takes the place of the group of the first rank and the servers' workers."""
 
         def __init__(self, *_: Any) -> None: ...
 
@@ -170,7 +170,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
         return "", []
 
     class Unwritten:
-        """The host's copy of a bucket, which is not written to shared memory."""
+        """Takes the place of a bucket's host copy, which is not written to shared memory."""
 
         def __init__(self, tensor: torch.Tensor) -> None:
             self._bytes = tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Where in the source something happens: the innermost line of this package, and of a library where it calls deeper."""
+"""Places in the source: the innermost line of this package, and of a library that it calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place:
 
     @property
     def is_own(self) -> bool:
-        """Whether this package itself calls torch there."""
+        """True if this package itself calls torch there."""
         return not self.below and self.file.startswith(f"{PACKAGE.name}/")
 
     def __str__(self) -> str:

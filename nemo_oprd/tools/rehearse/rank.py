@@ -25,7 +25,7 @@ STEPS = 2
 
 
 def main() -> None:
-    """Reads the task, rehearses, and writes what was seen, or the error that ended it, as JSON to the task's file."""
+    """Reads the task, rehearses, and writes the report, or the error that ended it, as JSON to the task's file."""
     carry_out(json.load(sys.stdin))
 
 
@@ -44,7 +44,7 @@ def carry_out(task: dict[str, Any]) -> None:
 
 
 def rehearse(task: dict[str, Any]) -> dict[str, Any]:
-    """See the module's docstring."""
+    """Runs two steps of a rank as the module's docstring says; returns the report."""
     import torch
 
     torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def rehearse(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def failure_of(error: Exception) -> dict[str, Any]:
-    """What ended the step, and the innermost line of this package (and not of the rehearsal) that led there."""
+    """Describes the error that ended the step, with the innermost line of this package (not of the rehearsal)."""
     here = str(Path(__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(PACKAGE))]
     own = [frame for frame in frames if not frame.filename.startswith(here)] or frames
@@ -85,13 +85,13 @@ def failure_of(error: Exception) -> dict[str, Any]:
 
 
 def _without_message(error: Exception) -> str:
-    """An error that says nothing, with the line of code that raised it."""
+    """A text for an error without a message, with the line of code that raised it."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} without a message at {raised.filename}:{raised.lineno}: {raised.line}"
 
 
 def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
-    """Builds the rank's models, checks gradients, and runs two steps with what is around them."""
+    """Builds the rank's models, checks gradients, and runs two steps with the phases around them."""
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.distillation.gradient_check import check_gradients
     from nemo_oprd.run.models import build_distiller, make_plan
@@ -178,7 +178,7 @@ def unread_files(run: Any, fake: Any) -> Any:
 
 
 def described(recorder: Recorder) -> dict[str, Any]:
-    """What was seen, as JSON; waits, calls, kernels and messages are those of the last step."""
+    """The report as JSON; waits, calls, kernels and messages are those of the last step."""
     phases = {}
     for name, phase in recorder.phases.items():
         peak = phase.peak
@@ -213,7 +213,7 @@ def described(recorder: Recorder) -> dict[str, Any]:
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """A message; the place in one string."""
+    """A message as JSON, with its place in one string."""
     return vars(message) | {"place": str(message.place)}
 
 

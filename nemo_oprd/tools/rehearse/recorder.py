@@ -46,7 +46,7 @@ BETWEEN_GROUPS, AFTER_STEP = "when the next group of microbatches begins", "afte
 
 @dataclass(frozen=True)
 class Mistake:
-    """Something that a GPU would refuse, compute otherwise or be slowed down by."""
+    """A call that a GPU would refuse, compute otherwise, or be slowed down by."""
 
     code: str
     place: Place
@@ -74,7 +74,7 @@ class Message:
 
 @dataclass
 class Phase:
-    """What was seen in a phase."""
+    """The record of a phase."""
 
     peak: Peak = field(default_factory=Peak)
     kernels: int = 0
@@ -84,7 +84,7 @@ class Phase:
 
 
 class Recorder(TorchDispatchMode):
-    """See the module's docstring. It must be entered inside of a `FakeTensorMode`.
+    """Records every operation of a rehearsed rank. It must be entered inside of a `FakeTensorMode`.
 
     Args:
         invent: the value that a read of the device returns, by (place, dtype); raises UnknownValue.
@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
             return twin.item()
 
     def _counted(self, func: Any, args: Any) -> Any:
-        """Operations whose number of rows depends on data: on the last argument, the only one or a mask."""
+        """Carries out operations whose number of rows depends on data: on the last argument, the only one or a mask."""
         tensor, counted, finds = args[0], self._known.get(args[-1]), func is aten.nonzero.default
         with _disable_current_modes():
             rows = None if counted is None else int(counted.count_nonzero())
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Copies between host and device; None for everything else."""
+        """Carries out copies between host and device; None for every other operation."""
         if func is aten._to_copy.default:
             source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
         elif func is aten.copy_.default:
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
             return args[0].copy_(copied) if func is aten.copy_.default else copied
 
     def _check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        """Mistakes that fake tensors let pass."""
+        """Notes mistakes that fake tensors let pass."""
         if func in _PRODUCTS:
             found = [args[i].dtype for i in _PRODUCTS[func]]
             if len(set(found)) > 1:
@@ -334,7 +334,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _described(tensor: torch.Tensor) -> str:
-    """Such as "bfloat16[16384, 1, 1536]"."""
+    """A tensor as text, such as "bfloat16[16384, 1, 1536]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

@@ -19,7 +19,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.run.checks import shares
 from nemo_oprd.tools.rehearse.places import Place
 
-# What a rehearsal has in place of the files that it does not read: rollouts and bridges.
+# Stand-ins for the files that a rehearsal does not read: rollouts and bridges.
 
 
 def longest_responses(config: Config, prompt: int, response: int) -> list[Rollout]:
@@ -43,7 +43,7 @@ def longest_responses(config: Config, prompt: int, response: int) -> list[Rollou
 
 
 def unread_bridges(config: Config) -> None:
-    """Bridges of the run's rank between the configured layers, in place of those in `bridge.path`."""
+    """Makes the objective use zero bridges of the run's rank between the configured layers, not `bridge.path`."""
     from nemo_oprd.bridge.covariance import LayerPair
     from nemo_oprd.bridge.maps import FULL_WIDTH, Bridge, CapturePoint, LayerBridge
     from nemo_oprd.distillation import objective
@@ -69,12 +69,12 @@ def unread_bridges(config: Config) -> None:
 
 
 class UnknownValue(Exception):  # noqa: N818 - a finding, not a fault of this program
-    """The step read a value of the device for which no stand-in is known."""
+    """Raised when the step reads a value of the device for which no stand-in is known."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A value, and why it may be any."""
+    """A value, and the reason why any value would do."""
 
     value: float
     why: str

@@ -1,6 +1,6 @@
 """`transformer_engine_torch` in a rehearsal: the functions that a bfloat16 step calls, with their shapes and dtypes.
 
-Each makes what the compiled one returns, of the same shapes and dtypes, and computes nothing. What it is called with is
+Each makes what the compiled one returns, of the same shapes and dtypes, and computes nothing. Calls are
 counted. Any other function ends the rehearsal with its name.
 """
 
@@ -38,7 +38,7 @@ ATTENTION = "NVTE_F16_arbitrary_seqlen"
 
 
 class NotRehearsed(Exception):  # noqa: N818 - a finding, not a fault of this program
-    """The step called a function of Transformer Engine for which there is no stand-in."""
+    """Raised when the step calls a function of Transformer Engine for which there is no stand-in."""
 
 
 class _Enumeration(type):
@@ -59,7 +59,7 @@ class _Enumeration(type):
 
 
 class Functions(types.ModuleType):
-    """The module.
+    """Stand-in for the module `transformer_engine_torch`.
 
     Args:
         sources: the folder of Transformer Engine's Python files, which say what the compiled module has.
@@ -135,12 +135,12 @@ def get_cudnn_version() -> int:
 
 
 def get_num_cublas_streams() -> int:
-    """Streams for grouped products."""
+    """The number of streams for grouped products."""
     return CUBLAS_STREAMS
 
 
 def get_fused_attn_backend(*args: Any) -> Any:
-    """cuDNN's attention for any length; since 2.20, which gives one argument, with a reason against it."""
+    """Returns cuDNN's attention for any length; since 2.20, which gives one argument, with a reason against it."""
     import transformer_engine_torch as functions
 
     chosen = getattr(functions.NVTE_Fused_Attn_Backend, ATTENTION)
@@ -246,11 +246,11 @@ def multi_tensor_scale_tensor(*_: Any) -> None:
 
 
 def multi_tensor_adam(*_: Any) -> None:
-    """AdamW in place."""
+    """Does AdamW's update in place."""
 
 
 def te_general_grouped_gemm(*args: Any) -> Any:
-    """Experts' products, which are written to the tensors that are given; the biases, or their gradients."""
+    """Experts' products, written to the given tensors; returns the biases, or their gradients."""
     return args[7]
 
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's own Python layer in a rehearsal: its wheel's files above functions that compute nothing.
+"""Loads Transformer Engine's own Python layer: the files of its wheel, on functions that compute nothing.
 
 The wheel `transformer-engine` holds Python files only; what it calls, `transformer_engine_torch`, is compiled against
 CUDA. `te_functions.py` takes its place. The files are changed nowhere: what they import and never run here is absent
@@ -33,7 +33,7 @@ _NEVER_RUN = ("nvdlfw_inspect", "onnx", "onnxscript", "triton")
 
 
 def folder() -> Path:
-    """Where the files of Transformer Engine's wheel are: in the user's cache, or where the variable says."""
+    """The folder of Transformer Engine's wheel: in the user's cache, or the one that the variable names."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     return Path(chosen) if chosen else cache_directory() / f"transformer_engine-{accepted()[1]}"
 
@@ -96,7 +96,7 @@ def install(functions: types.ModuleType) -> None:
 
 
 def _without_libraries() -> Any:
-    """`transformer_engine.common`, which loads the compiled part, imported ahead of the package that needs it."""
+    """Imports `transformer_engine.common`, which loads the compiled part, before the package that needs it."""
     package = types.ModuleType("transformer_engine")
     package.__path__ = [str(folder() / "transformer_engine")]
     sys.modules["transformer_engine"] = package
@@ -107,7 +107,7 @@ def _without_libraries() -> Any:
 
 
 def _take_fake_tensors() -> None:
-    """Attention's kernel is chosen by the class of the queries, where a fake tensor is as good as a real one."""
+    """Lets Transformer Engine, which chooses attention's kernel by the class of the queries, accept fake tensors."""
     utils: Any = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     torch: Any = importlib.import_module("torch")
     choose = utils.get_attention_backend
@@ -137,11 +137,11 @@ class _Absent(importlib.machinery.PathFinder):
         return _Anything(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run."""
+        """Runs nothing."""
 
 
 class _Anything(types.ModuleType):
-    """Every attribute, a decorator, a base class, and a call's result."""
+    """Stands in for every attribute: a decorator, a base class, and a call's result."""
 
     __version__ = "0"
 

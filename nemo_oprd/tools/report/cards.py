@@ -1,4 +1,4 @@
-"""The top of the report: a sentence for each run, and its summary: models, who taught, loss, batch, time, versions."""
+"""The top of the report: a sentence for each run, and its summary: models, teachers, loss, batch, time, versions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cards(runs: list[Run]) -> list[Card]:
 
 
 class _Summary:
-    """One run's settings and results in words. Only what the run's files have is said."""
+    """One run's settings and results in words, as far as the run's files have them."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -64,7 +64,7 @@ class _Summary:
 
     @property
     def _ranks(self) -> str:
-        """Example: "2 ranks"; "" if it is not known."""
+        """The number of ranks. Example: "2 ranks"; "" if it is not known."""
         ranks = _text(self._start.get("ranks"))
         return f"{ranks} rank{'' if ranks == '1' else 's'}" if ranks else ""
 
@@ -82,7 +82,7 @@ class _Summary:
         return unfinished + ", ".join(filter(None, found))
 
     def _of_set(self, prefix: str, metric: str) -> str:
-        """What became of the average of a validation set, and of its distance from the teacher's."""
+        """A text on the change of a validation set's average, and of its distance from the teacher's."""
         series = self.run.metrics[prefix + metric]
         (first, before), (step, after) = next(iter(series.items())), list(series.items())[-1]
         shares = [f"{100 * value:.1f}" for value in (before, after)]
@@ -111,7 +111,7 @@ class _Summary:
         return f"{name} {number(name, values[0])} → {number(name, values[-1])} {steps}"
 
     def settings(self) -> Iterator[tuple[str, str]]:
-        """(Name, value or "") of what the card shows."""
+        """Yields (name, value or "") of each setting on the card."""
         run, start = self.run, self._start
         steps = f"{run.steps[1]:,}" + (f" of {run.setting('train.steps'):,}, unfinished" if run.unfinished else "")
         prompts, each, lr = (run.setting(k) for k in ("train.prompts_per_step", "rollout.per_prompt", "train.lr"))
@@ -131,7 +131,7 @@ class _Summary:
         yield "Versions", ", ".join(self._versions())
 
     def _teachers(self) -> Iterator[tuple[str, str]]:
-        """Who taught: the models or the weights, whose responses, and what they read that the student does not."""
+        """Yields the teachers: models or weights, the responses that each has, and other input than the student's."""
         run, common = self.run, self.run.config.get("teacher")
         common = common if isinstance(common, dict) else {}
         several = run.setting("teachers")
@@ -150,7 +150,7 @@ class _Summary:
         yield "Teacher computed by", "vLLM servers" if common.get("engine") == "vllm" else ""
 
     def _model(self, key: str, source: Any) -> str:
-        """Where a model is, and its size. Example: "models/a (qwen2, 28 layers, width 1,536, 1.54 B parameters)"."""
+        """The path of a model, and its size. Example: "models/a (qwen2, 28 layers, width 1,536, 1.54 B parameters)"."""
         if not isinstance(source, dict):
             return ""
         path = _text(source.get("checkpoint") or source.get("hf_path"))
@@ -163,7 +163,7 @@ class _Summary:
         return f"{path} ({', '.join(filter(None, parts))})"
 
     def _layout(self, role: str) -> str:
-        """As the last start recorded it; of a run without a record, what is switched on. Example: "TP2 PP2 DP1 +SP"."""
+        """The layout as the last start recorded it; without one, the settings above 1. Example: "TP2 PP2 DP1 +SP"."""
         recorded, layout = self._start.get("layouts"), self.run.setting(f"{role}.parallel")
         placement = _text(self.run.setting("teacher.placement")) if role == "teacher" else ""
         if isinstance(recorded, dict) and role in recorded:
@@ -175,7 +175,7 @@ class _Summary:
         return ", ".join(filter(None, (*parts, placement))) or "data parallel only"
 
     def _date(self) -> str:
-        """Example: "2026-01-31 12:00 UTC, 3 starts"."""
+        """The date of the run. Example: "2026-01-31 12:00 UTC, 3 starts"."""
         every = starts(self.run.path)
         first = _text(every[0].get("started")) if every else ""
         date = f"{first[:10]} {first[11:16]} UTC" if len(first) == len("2026-01-31T12:00:00Z") else first
@@ -190,7 +190,7 @@ class _Summary:
 
 
 def _share(source: dict[str, Any]) -> Iterator[str]:
-    """Whose responses one of several teachers has, and how."""
+    """Yields the data sources of one of several teachers, its weight and bridge, and whether servers compute it."""
     data_sources = source.get("data_sources")
     yield (
         f"data sources {', '.join(map(str, data_sources))}"
@@ -203,7 +203,7 @@ def _share(source: dict[str, Any]) -> Iterator[str]:
 
 
 def _conversation(whose: str, settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a teacher reads beside, or instead of, what the student reads."""
+    """Yields what a teacher reads in addition to, or instead of, the student's input."""
     for key, name in _CONVERSATION.items():
         value = settings.get(key)
         if value in (None, {}):
@@ -217,7 +217,7 @@ def _text(value: Any) -> str:
 
 
 def _representation_term(run: Run) -> str:
-    """Example: "representation mse (layers all, last_k 2000)"; "" if the term is off."""
+    """The representation term. Example: "representation mse (layers all, last_k 2000)"; "" if the term is off."""
     settings = run.setting("loss.representation")
     if not isinstance(settings, dict) or not settings.get("weight"):
         return ""
@@ -232,7 +232,7 @@ def _representation_term(run: Run) -> str:
 
 
 def _output_term(run: Run) -> str:
-    """Example: "0.5 x output top_k (k 16)"; "" if the term is off."""
+    """The output term. Example: "0.5 x output top_k (k 16)"; "" if the term is off."""
     settings = run.setting("loss.output")
     if not isinstance(settings, dict) or not settings.get("weight") or settings.get("kind") in (None, "none"):
         return ""

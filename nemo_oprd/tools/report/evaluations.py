@@ -1,4 +1,4 @@
-"""Evaluations of runs in the report: intervals, paired differences, subjects and levels.
+"""Evaluations of runs in the report: intervals, meanings of metrics, paired differences, subjects and levels.
 
 The files are those of `evaluations/` in a run directory. A run's metrics.jsonl says which evaluations belong to it; an
 evaluation without files (of an earlier version, or not yet graded) has values without intervals and no responses.
@@ -29,7 +29,7 @@ class Evaluation:
     """One evaluation with its files.
 
     Attributes:
-        label: whose and when. Example: "after step 200".
+        label: the model and the step. Example: "after step 200".
         metrics: evaluation.json.
     """
 
@@ -96,7 +96,7 @@ def meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def undefined(metric: str) -> str:
-    """What a table shows instead of the value of a metric that an evaluation has not; "" if it should have one."""
+    """The text that a table shows for a metric that an evaluation may lack; "" if it should have the metric."""
     reason = UNDEFINED.get(kind_of(metric))
     return "" if reason is None else f"- ({reason})"
 

@@ -1,4 +1,4 @@
-"""How figures of the report are drawn: SVG in the colours of the page. `panels.py` says what they show.
+"""Draws figures of the report, as SVG in the colours of the page, and writes numbers as text. `panels.py` fills them.
 
 Text from files never goes into matplotlib, which would take a `$` in a run's name for mathematics: titles and legends
 are HTML.
@@ -49,7 +49,7 @@ def number(metric: str, value: float) -> str:
 
 
 def interval(metric: str, bounds: tuple[float, float] | list[float] | None) -> str:
-    """Example: "[20.1, 30.2]", in the unit of `number`; "" for None."""
+    """An interval as text. Example: "[20.1, 30.2]", in the unit of `number`; "" for None."""
     if bounds is None:
         return ""
     low, high = (number(metric, value).removesuffix(f"{SPACE}%") for value in bounds)
@@ -63,7 +63,7 @@ def signed(metric: str, value: float, gap: Difference) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units. Example: 7985.2 -> "2 h 13 min"."""
+    """Seconds in two units. Example: 7985.2 -> "2 h 13 min"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -72,12 +72,12 @@ def duration(seconds: float) -> str:
 
 
 def closed_gap(before: float, after: float, teacher: float) -> str:
-    """How much of the teacher's lead before training was made up, in percent."""
+    """The part of the teacher's lead before training that the student has closed, in percent."""
     return f"{100 * (after - before) / (teacher - before):.0f}".replace("-", MINUS)
 
 
 def count(value: float) -> str:
-    """Three significant digits with a unit. Example: 1543714304 -> "1.54 B"."""
+    """A number with three significant digits and a unit. Example: 1543714304 -> "1.54 B"."""
     for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if value >= 0.9995 * unit:
             return f"{value / unit:.{max(0, 2 - int(math.log10(max(1, value / unit))))}f}{name}"

@@ -1,7 +1,7 @@
-"""Turns run directories into one self-contained HTML page: how far the runs are, what they reached, and what they cost.
+"""Turns run directories into one self-contained HTML page: the progress, the results and the costs of the runs.
 
-The page is made of the jinja2 templates in this directory, which escape all text; the other modules compute what they
-show. Left out: scripts (filters and colours are CSS), anything from the network, and the date. Equal input gives an
+The page consists of the jinja2 templates in this directory, which escape all text; the other modules compute their
+content. Left out: scripts (filters and colours are CSS), anything from the network, and the date. Equal input gives an
 equal page, byte for byte, so pages can be compared. The page of an unfinished run asks the browser to load it again.
 """
 
@@ -64,7 +64,7 @@ def write_report(runs: Sequence[Path], output: Path, steps: tuple[int, int] | No
 
 
 def unfinished(runs: Sequence[Path]) -> bool:
-    """Whether any of the runs is unfinished (`Run.unfinished`). Raises ValueError as `write_report`."""
+    """True if any of the runs is unfinished (`Run.unfinished`). Raises ValueError as `write_report`."""
     return any(run.unfinished for run in _read(runs))
 
 

@@ -85,10 +85,10 @@ def _curves(runs: list[Run], metric: str) -> Curves:
 
 
 def _lines(title: str, note: str, curves: Curves, axes_too: Draw | None = None, more: Sequence[Key] = ()) -> Panel:
-    """A figure of one plot, which holds all curves, and of none without curves.
+    """A figure of one plot with all curves; without curves, a figure without plots.
 
     Args:
-        axes_too: what else is drawn, after the curves.
+        axes_too: draws more on the axes, after the curves.
         more: legend entries behind those of the curves.
     """
 
@@ -111,7 +111,7 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
-    """Students as curves over the steps, teachers as horizontal lines."""
+    """The figure of a metric: students as curves over the steps, teachers as horizontal lines."""
     curves = _curves(runs, f"val/{name}/{metric}")
     teachers = _teachers(runs, f"val/{name}/teacher/{metric}")
     shares = partial(_draw_shares, [value for _, series in curves for value in series.values()], teachers)
@@ -127,7 +127,7 @@ def _teachers(runs: list[Run], metric: str) -> list[tuple[Key, float]]:
 
 
 def _draw_shares(values: list[float], teachers: list[tuple[Key, float]], axes: Any) -> None:
-    """Teachers as horizontal lines, and a vertical axis in percent on which differences stay visible near 100 %."""
+    """Draws teachers as horizontal lines, and a vertical axis in percent that shows differences near 100 %."""
     from matplotlib.ticker import FuncFormatter
 
     for key, value in teachers:
@@ -140,7 +140,7 @@ def _draw_shares(values: list[float], teachers: list[tuple[Key, float]], axes: A
 
 
 def _position_limits(runs: list[Run]) -> tuple[float, float]:
-    """The vertical axis of all position figures of a page."""
+    """The limits of the vertical axis of all position figures of a page."""
     curves = [series for run in runs for name, series in run.metrics.items() if POSITION_COSINE.fullmatch(name)]
     ends = [series[step] for series in curves for step in (min(series), max(series)) if math.isfinite(series[step])]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
@@ -191,7 +191,7 @@ def _accuracy_over_time(runs: list[Run], name: str, metric: str) -> Panel:
 
 
 def _entropies(runs: list[Run]) -> Panel:
-    """Both models' entropies on the student's responses, the teacher's dashed."""
+    """The figure of both models' entropies on the student's responses; the teacher's lines are dashed."""
     curves = []
     for i, run in enumerate(runs):
         key = run_key(i, run)
@@ -203,7 +203,7 @@ def _entropies(runs: list[Run]) -> Panel:
 
 
 def _layers(runs: list[Run]) -> Panel:
-    """Cosine similarity per layer and step as a heat map, one per run, all on the same colour scale."""
+    """Heat maps of the cosine similarity per layer and step, one per run, all on the same colour scale."""
     maps: list[tuple[str, list[int], list[int], np.ndarray]] = []
     for run in runs:
         layers = sorted(int(match[1]) for name in run.metrics if (match := LAYER_COSINE.fullmatch(name)))

@@ -1,4 +1,4 @@
-"""The tables of the report that come from metrics.jsonl: validation before and after, first and last values."""
+"""The tables of the report: costs, settings, validation before and after, first and last values; and foreign text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_oprd.tools.report.evaluations import Evaluation, RunEvaluations, undef
 from nemo_oprd.tools.report.figures import Key, closed_gap, duration, last, number, run_key
 from nemo_oprd.tools.report.panels import PHASES, phase_seconds, training_minutes, validation_names
 
-# Where the time and the memory of each run went.
+# The time and the memory of each run, by parts.
 
 
 _FACTS: tuple[tuple[str, Callable[[Any], float], str, str], ...] = (
@@ -68,14 +68,14 @@ def _cost(index: int, run: Run) -> Cost:
     return Cost(run_key(index, run), duration(whole), parts, facts)
 
 
-# What runs were started with, and where they differ: from the defaults, from each other, from start to start.
+# The settings of runs, and their differences: from the defaults, from each other, from start to start.
 
 
 ABSENT = "\N{EM DASH}"
-# names of the runs themselves, when they started, and which files say so
+# names of the runs, times of their starts, and names of their files
 _LEFT_OUT = ("output", *(f"environment.{name}" for name in ("started", "config", "after_step")))
 _MODELS = ("environment.models", "environment.model_sizes")
-# a password in an address: a page is mailed
+# a password in an address, because users mail the page
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -129,7 +129,7 @@ def changed_settings(runs: list[Run]) -> list[tuple[Key, list[Settings]]]:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """A run without environment.json has none: the file only informs, as for the run that writes it."""
+    """The environment of a run's last start; empty without environment.json, which only informs."""
     return _flat({"environment": (starts(run.path) or [{}])[-1]})
 
 
@@ -175,12 +175,12 @@ def in_text(value: Any) -> Any:
 
 
 def in_attribute(value: str) -> str:
-    """The same for attributes and `<title>`, which hold no elements: `[U+202E]`. Not escaped yet."""
+    """As `in_text`, for attributes and `<title>`, which hold no elements: `[U+202E]`. The result is not escaped."""
     return "".join(f"[{code_point(each)}]" if _is_invisible(each) else each for each in value)
 
 
 def code_point(character: str) -> str:
-    """Example: "U+202E"."""
+    """The code point of a character. Example: "U+202E"."""
     return f"U+{ord(character):04X}"
 
 
@@ -266,7 +266,7 @@ def validation_rows(runs: list[Run], evaluations: Sequence[RunEvaluations]) -> l
 
 
 def _before_after(run: Run, student: str, teacher: str, ends: tuple[int, int], kept: RunEvaluations) -> Cell:
-    """The metric `student` at the steps `ends` of two evaluations, and how much of the teacher's lead was made up.
+    """The metric `student` at the steps `ends` of two evaluations, and the closed part of the teacher's lead.
 
     An evaluation without a value shows why, if the metric may lack one.
     """

@@ -1,4 +1,4 @@
-"""The figure of when a run sampled, waited, taught and updated, in some of its steps; from timeline.jsonl."""
+"""The timeline figure: the intervals of sampling, waiting, teaching and updating in some steps; from timeline.jsonl."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def timeline_panel(runs: Sequence[Run], steps: tuple[int, int] | None) -> Panel:
 
 
 def shown(intervals: Sequence[Interval], steps: tuple[int, int] | None) -> list[Interval]:
-    """What happened from the beginning of the first to the end of the last of `steps`, cut off there, from second 0.
+    """The intervals from the beginning of the first to the end of the last of `steps`, clipped there, from second 0.
 
     Evaluations and checkpoints between the steps belong to the step before. None: the last `DEFAULT_STEPS` steps.
     """
@@ -75,7 +75,7 @@ def shown(intervals: Sequence[Interval], steps: tuple[int, int] | None) -> list[
 
 
 def _draw(intervals: list[Interval], axes: Any) -> None:
-    """One lane per phase."""
+    """Draws the intervals, one lane per phase."""
     lanes = [phase for phase in LANES if any(each.phase == phase for each in intervals)]
     samplings = sum(each.phase == SAMPLING for each in intervals)
     for row, phase in enumerate(lanes):

@@ -1,6 +1,6 @@
 """Responses of training steps in the report, their tokens coloured by how far student and teacher are apart.
 
-The values are those of `rollouts/token_metrics_*.jsonl`, of the first and the last step that has them. All tokens of a
+The values are those of `rollouts/token_metrics_*.jsonl`, of the first and the last step that has any. All tokens of a
 run share one scale per measure, so that both steps can be compared by eye.
 """
 
@@ -27,7 +27,7 @@ _FIX = "remove the file"
 
 @dataclass(frozen=True)
 class Measure:
-    """A value per token: its name in the files, its letter in CSS classes, its heading, and how it is read.
+    """A value per token: its name in the files, its letter in CSS classes, its heading, and its axis.
 
     `direction` is -1 where small values are far apart; `logarithmic`: levels are equal steps of the logarithm.
     """
@@ -75,7 +75,7 @@ class Scale:
     high: float
 
     def level(self, value: float | None) -> int:
-        """0 (no colour) to `LEVELS`."""
+        """The level of a value: 0 (no colour) to `LEVELS`."""
         if value is None or self.high == self.low:
             return 0
         share = (_axis(self.measure, value) - self.low) / (self.high - self.low)
@@ -144,7 +144,7 @@ def _axis(measure: Measure, value: float) -> float:
 
 
 def _scale(measure: Measure, records: Iterable[dict[str, Any]]) -> Scale | None:
-    """From the 2nd to the 98th percentile of all values; None if there are none."""
+    """The scale from the 2nd to the 98th percentile of all values; None if there are none."""
     every = (value for record in records for value in record.get(measure.name, ()))
     values = [_axis(measure, value) for value in every if value is not None]
     if not values:
@@ -190,7 +190,7 @@ def _response(record: dict[str, Any], scales: Sequence[Scale], grading: GraderCh
 
 
 def _classes(given: Sequence[tuple[Scale, float | None]]) -> Iterator[str]:
-    """Per measure, its letter with the level, or with x for a token without a value; nothing for level 0."""
+    """Yields each measure's letter with the level, or with x for a token without a value; nothing for level 0."""
     for scale, value in given:
         if value is None:
             yield f"{scale.measure.letter}x"
@@ -199,7 +199,7 @@ def _classes(given: Sequence[tuple[Scale, float | None]]) -> Iterator[str]:
 
 
 def _verdict(record: dict[str, Any], grading: GraderChoice) -> str:
-    """The verdict, right or wrong, by comparison as text; "" where there is nothing to compare."""
+    """The verdict, right or wrong, by comparison as text; "" if there is no answer to compare."""
     answer, text = record.get("answer"), record.get("response")
     if record.get("finish_reason") == "prefix":  # it was to end before its answer
         return ""

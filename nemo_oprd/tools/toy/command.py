@@ -1,4 +1,4 @@
-"""`toy`: a small student-teacher pair and its prompts."""
+"""`toy`: makes a small student-teacher pair and its prompts."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def disjoint_problems(rng: np.random.Generator, sizes: dict[str, int]) -> dict[s
 
 
 def write_prompts(file: Path, problems: np.ndarray) -> None:
-    """One JSON object per problem ([n, 2]), in the shape that `nemo_oprd.data.prompts` reads."""
+    """Writes one JSON object per problem ([n, 2]), in the format that `nemo_oprd.data.prompts` reads."""
     rows = (
         {
             "prompt": [{"role": "user", "content": prompt_text(a, b)}],
@@ -167,7 +167,7 @@ def write_sentencepiece(directory: Path, texts: list[str], **settings: Any) -> N
 
 
 def _write_tokenizer_json(file: Path) -> None:
-    """The same vocabulary as byte-pair encoding without merges, so that every token is a single character.
+    """Writes the same vocabulary as byte-pair encoding without merges, so that every token is a single character.
 
     transformers 5 loads the tokenizer of any Qwen2 model as `Qwen2Tokenizer`, which reads only the vocabulary and the
     merges from this file and drops characters outside the alphabet. This tokenizer also drops them: it has no unknown
@@ -289,7 +289,7 @@ def make_pair(
         student_step: the step whose model is the student; None chooses the first that solves `STUDENT_ACCURACY` of the
             tune set.
         experts: experts of each layer of a Qwen3-MoE, of which each token visits 2; 0 for a Qwen2 without experts.
-        family: one of `FAMILIES`, which provider=bridge trains; "" for the above.
+        family: one of `FAMILIES`, which provider=bridge trains; "" for Qwen2 or Qwen3-MoE.
 
     Returns:
         The contents of toy.json: `settings`, `student_step`, and for each model `accuracy` (fraction of the held-out
@@ -306,13 +306,13 @@ def make_pair(
 def make_tiny_pair(
     output: Path, *, seed: int = 0, steps: int = 30, experts: int = 0, log: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """For tests: the same files as `make_pair` in seconds; two layers of width 32 that have hardly learned anything."""
+    """Makes the files of `make_pair` in seconds, for tests: two layers of width 32, hardly trained."""
     tiny = Recipe(seed, steps, max(1, steps // 2), layers=2, hidden=32, batch=16, warmup_steps=5, experts=experts)
     return build_pair(replace(tiny, train_prompts=64, tune_prompts=16, heldout_prompts=16), Path(output), log)
 
 
 def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict[str, Any]:
-    """`make_pair` for any recipe."""
+    """Does the work of `make_pair` for any recipe."""
     existing = _existing_pair(output, recipe)
     if existing is not None:
         log(f"{output} already holds this pair (same settings in {SETTINGS_FILE}); nothing to do")
@@ -389,7 +389,7 @@ def new_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
-    """Gated delta nets with twice as many values as keys, and gated attention in every fourth layer and the last."""
+    """Configures gated delta nets with twice as many values as keys; every 4th and the last layer have attention."""
     from transformers import Qwen3_5TextConfig  # newer than what the rest of the pair needs
 
     last = recipe.layers - 1
@@ -408,7 +408,7 @@ def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
 
 
 def _gpt_oss(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
-    """Windows of 16 tokens in every other layer, learned terms in the softmax, four experts, YaRN from 32 positions."""
+    """Configures windows of 16 tokens in every other layer, learned softmax terms, 4 experts, YaRN from 32 tokens."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
