@@ -150,7 +150,7 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 
 
 def _next_tokens(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    """Returns, of logits [n, V] of the last n rows, float32 [n - 1, 2]: the next token's log-probability, the entropy."""
+    """Returns, of logits [n, V] of the last n rows, float32 [n - 1, 2]: next token's log-probability, entropy."""
     logprobs = logits[:-1].log_softmax(-1)
     drawn = logprobs.gather(1, torch.tensor(ids[len(ids) - len(logprobs) :])[:, None])[:, 0]
     return torch.stack([drawn, -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)], dim=1)
