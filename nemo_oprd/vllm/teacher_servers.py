@@ -448,7 +448,7 @@ class TeacherServers:
         return Round(self._client, *where, *about, self._room(), self._slots, limit_s)
 
     def _room(self) -> int:
-        """Computes the bytes of answers that may wait for this rank, in shared memory or, with endpoints, in its own."""
+        """Computes the bytes of answers that may wait for this rank, in shared memory or, with endpoints, its own."""
         if self._are_elsewhere:
             return min(host_room(self._neighbours), *self._known.rooms.values())
         free = os.statvfs(self._folder)
