@@ -65,7 +65,7 @@ def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 def _without_copies_of_data(
     model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Loads tensors that the model would copy by `.data`: this rank's part of the first dimension; yields the others."""
+    """Loads tensors that the model would copy by `.data`, this rank's part of the first dimension; yields others."""
     parameters: dict[str, Any] = dict(model.named_parameters())
     mapper: Any = model.hf_to_vllm_mapper
     for name, tensor in tensors:
