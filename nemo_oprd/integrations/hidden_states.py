@@ -2,7 +2,7 @@
 
 The loop has its own batches. It must add one tensor to them, the weights of the supervised tokens, and slice, pad and
 pack it exactly as the token ids. Every rank then finds its rows of a microbatch, whatever the layout, without a plan of
-the whole batch. The teacher is a second adopted model with the student's layout; its states stay on the rank.
+the whole batch. The teacher is a second adopted model with the student's layout; its states never leave the rank.
 
 Such a loop imports only this module: `adopt` makes the layers of stock Megatron-core models pass their outputs
 to an observer, `observed` attaches a microbatch's observer to its `packed_seq_params`, and `HiddenStateDistillation`

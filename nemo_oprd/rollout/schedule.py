@@ -1,4 +1,4 @@
-"""Which weights sample which responses: checks of weight versions, and the schedule of engine calls between updates.
+"""Checks of weight versions, and the schedule of engine calls between updates: which weights sample which responses.
 
 With `rollout.mode=exact` the weights after max(0, k - N) steps, N = `rollout.max_lag`, sample the whole responses of
 step k. With `rollout.mode=segments` they begin them, and every later version of the weights adds at most

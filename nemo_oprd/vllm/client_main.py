@@ -182,7 +182,7 @@ class ToldRound:
     """
 
     def __init__(self, channel: Channel, client: Client, message: dict[str, Any]) -> None:
-        """`message`: `Job.message`."""
+        """Reads the round from `message`, which `Job.message` has made."""
         self._channel, self._waited_s = channel, time.monotonic() - message["asked"]
         self._writer = SegmentWriter(lambda file: channel.send({"kind": "segment"}, file))
         self._servers: list[Server] = [OthersServer(**server) for server in message["servers"]]

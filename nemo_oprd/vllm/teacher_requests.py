@@ -189,7 +189,7 @@ class Shards:
     """The rows of this rank, taken from answers as these arrive, and projected here if no server applies the bridge."""
 
     def __init__(self, match: TeacherMatch, term: OutputTerm | None, dtype: torch.dtype, last: int) -> None:
-        """`dtype`: the run's; `last`: the student's last layer, the key of the output rows."""
+        """Begins without rows. `dtype`: the run's; `last`: the student's last layer, the key of the output rows."""
         self._match, self._term, self._dtype, self._last = match, term, dtype, last
         self._rows: list[np.ndarray] = []
         self._values: dict[int, list[torch.Tensor]] = {layer: [] for layer in match.layers}
