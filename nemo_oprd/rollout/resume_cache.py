@@ -58,7 +58,7 @@ class ResumeCache:
     """
 
     def __init__(self, directory: Path, weights: dict[str, str]) -> None:
-        """Sets the path; `weights` names the initial weights, the precision and the schedule, which a file must match."""
+        """Sets the path; `weights` names the initial weights, precision and schedule, which a file must match."""
         self.path = directory / "pending.safetensors"
         self.weights, self.digests = weights, WeightDigests()
         self._aside = Aside("the rollouts for a resume")

@@ -196,7 +196,7 @@ class _Whole:
     """Joins the answers to the pieces of requests."""
 
     def __init__(self, requests: Sequence[Request], owners: Sequence[int], take: Callable[[int, Answer], None]) -> None:
-        """Begins without answers. `owners`: for each piece, the index of its request; its pieces are adjacent, in order."""
+        """Begins without answers. `owners`: for each piece, the index of its request, whose pieces are adjacent."""
         self._requests, self._owners, self._take = requests, owners, take
         self._found: dict[int, dict[int, Answer]] = {}
         self._pieces = Counter(owners)

@@ -2,7 +2,7 @@
 
 One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role sends requests
 to servers of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared
-memory. All of these ranks use the endpoints, servers that others run, and the first rank checks them
+memory. All of these ranks use the endpoints, servers that others run, and the first of the ranks checks them
 (`teacher_endpoints.py`). A request is a pure function of weights, ids and rows: if a server dies, the round ends when
 no other request is left, the server is restarted and checked again, and the next round sends the missing requests.
 """
