@@ -82,7 +82,7 @@ def _same(states: list[torch.Tensor], other: list[torch.Tensor], allowed: float)
 
 
 def _scaled_channels(states: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
-    """Whether the states are the reference times one factor per channel, by nine tenths of the difference."""
+    """Whether one factor per channel explains nine tenths of the difference between states and reference."""
     a, b = torch.cat(states).double(), torch.cat(reference).double()
     factors = (a * b).sum(dim=0) / b.square().sum(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
     return bool((a - b * factors).norm() < 0.1 * (a - b).norm()) and len(a) > 1

@@ -20,7 +20,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.rollout.engine import TRAINING_STREAM, Request, SamplingParams
 
-# Checks of weight versions, so that training never learns unnoticed from samples of other weights: versions, digests.
+# Checks of versions and digests, so that training never learns unnoticed from samples of other weights.
 
 
 def check_versions(rollouts: list[Rollout], step: int, newest: int, most: int) -> None:

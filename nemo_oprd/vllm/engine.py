@@ -167,8 +167,7 @@ class VllmEngine(Generates):
     ) -> VllmTicket:
         """See `RolloutEngine`. The engine keeps single responses, so `done` may hold any of them.
 
-        The servers sample from here on. The call has no collective unless servers have given their memory back. The
-        controllers call `keep`, in a thread of its own.
+        The servers sample from here on. Only servers that gave memory back need a collective. A thread calls `keep`.
 
         Raises:
             ValueError: a prompt leaves no room for a response.
@@ -217,8 +216,7 @@ class VllmEngine(Generates):
     def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`. The servers abort their requests, and stay paused until the next weights.
 
-        The call waits for no response. If a server dies meanwhile, the engine restarts it and sends it the next
-        weights; its unfinished tokens are lost.
+        The call waits for no response. A dead server is restarted, gets the next weights, and loses unfinished tokens.
 
         Raises:
             ValueError: a server refuses, or died too often.
