@@ -24,7 +24,7 @@ import sentencepiece
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from nemo_oprd.data.align import align_batch, coverage_of
+from nemo_oprd.data.token_alignment import align_batch, coverage_of
 from nemo_oprd.data.token_bytes import byte_table
 from nemo_oprd.data.tokenizer import Tokenizer
 

@@ -44,7 +44,7 @@ from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
-from nemo_oprd.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
 from tests.support.random_pair import Shape, save_random_model
 
 SHAPE = Shape(12, 384, 1024, 6, 2, 4096, 1024)

@@ -1,8 +1,8 @@
-"""Proof that an engine computes a model's hidden states: they are compared with transformers' on a few prompts.
+"""Proof that an engine computes a model's hidden states, by comparison with transformers' states on a few prompts.
 
 `canary_prompts` makes the prompts, `reference_states` lets transformers compute their states in a process of its own,
-`prove` compares, and `kept_verdict` remembers what passed. Nothing here knows an engine: a model of this process, one
-that Megatron-Bridge has built and a server are proven alike. docs/canary.md says what a proof shows and what not.
+`prove` compares, and `kept_verdict` reads a verdict that passed earlier. Nothing here depends on the engine: the same
+code checks a model of this process, one that Megatron-Bridge has built and a server. docs/canary.md states the limits.
 
 Shapes: T tokens of a prompt, D hidden size.
 """

@@ -1,7 +1,7 @@
 """The gated delta rule token by token and in float64, for reference models of transformers that have delta nets.
 
-transformers computes the rule in float32 whatever the model's precision, in chunks. In a reference of float64, that
-would be most of the difference that is to be measured.
+transformers computes the rule in float32 whatever the model's precision, in chunks. In a float64 reference, that error
+would be most of the difference that the canary measures.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _EPS = 1e-6  # as in transformers
 
 @contextmanager
 def exact_delta_rule(*models: Any, dtype: torch.dtype) -> Iterator[None]:
-    """In this context, delta nets of transformers' `models`, compute in float64 if `dtype`, of their weights, is that.
+    """Lets delta nets of transformers' `models` compute in float64 in this context if `dtype`, their weights', is that.
 
-    Models without delta nets, and those of other precisions, are left alone.
+    Does nothing to models without delta nets and to those of other precisions.
 
     Raises:
         ValueError: this version of transformers calls the rule by another name.
@@ -56,7 +56,7 @@ def recurrence(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' function of whole sequences, by the definition: the state decays, is corrected, and is read.
+    """Replaces transformers' function of whole sequences, by the definition: decay the state, correct it, read it.
 
     query, key [B, S, H, K], value [B, S, V heads, V], g, beta [B, S, V heads] -> ([B, S, V heads, V], None).
     """

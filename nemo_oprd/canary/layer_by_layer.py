@@ -1,10 +1,10 @@
-"""A transformers model whose decoder layers are in memory one at a time, while all prompts pass through it together.
+"""A transformers model that holds its decoder layers in memory one at a time, and the process that runs it.
 
 `from_pretrained` does everything as usual, also the conversion of tensors whose names or shapes differ between
 checkpoint and model, except that the layers' tensors stay in their files, and that quantised ones are dequantised as
 for training (`megatron/weights/dequantize.py`): transformers would not round them to bfloat16. Each prompt has a thread
 that runs the model's own forward. Before a layer the threads wait for each other; when all have arrived, the layer
-before it is dropped and the next one loaded. So nothing is assumed of what a layer takes and returns. One thread
+before it is dropped and the next one loaded. So the code assumes nothing about a layer's inputs and outputs. One thread
 computes at a time.
 """
 
@@ -33,7 +33,7 @@ _OTHER_TOWERS = ("vision", "visual", "audio")
 
 
 def layered_states(directory: Path, prompts: list[list[int]], dtype: str, *, head: bool = False) -> ReferenceStates:
-    """As `reference.reference_states`, in this process.
+    """Does the work of `reference.reference_states` in this process.
 
     Raises:
         ValueError: transformers is too old, the model has no single list of decoder layers, tensors are missing, or
@@ -61,7 +61,7 @@ def layered_states(directory: Path, prompts: list[list[int]], dtype: str, *, hea
 
 
 class LayerLoader:
-    """The decoder layers of `model` under `path`, with what loads each of them from its tensors."""
+    """The decoder layers of `model` under `path`, and the loader of each layer's tensors."""
 
     def __init__(self, model: Any, path: str, load: Callable[[int], None]) -> None:
         self.model, self.load = model, load
@@ -108,8 +108,8 @@ def _bytes(model: torch.nn.Module) -> int:
 
 
 def _run(model: Any, turns: _Turns, prompts: list[list[int]], *, head: bool) -> list[dict[str, Any]]:
-    """Per prompt: "hidden", transformers' states; "final", after the final norm; "before_norm", the last block's; with
-    a head "head", see `ReferenceStates.heads`."""
+    """Returns per prompt "hidden": transformers' states, "final": those after the final norm, "before_norm": the last
+    block's, and with a head "head": see `ReferenceStates.heads`."""
     found: list[dict[str, Any]] = [{} for _ in prompts]
     errors: list[Exception] = []
     here = threading.local()
@@ -145,19 +145,19 @@ def _run(model: Any, turns: _Turns, prompts: list[list[int]], *, head: bool) -> 
 
 
 def _rows(state: torch.Tensor) -> torch.Tensor:
-    """[1, T, D] -> float32 [T, D]."""
+    """Converts [1, T, D] to float32 [T, D]."""
     return state[0].float().clone()
 
 
 def _next_tokens(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    """Float32 [n - 1, 2] of the logits [n, V] of the last n rows: of the next token, and the entropy."""
+    """Returns, of logits [n, V] of the last n rows, float32 [n - 1, 2]: next token's log-probability, entropy."""
     logprobs = logits[:-1].log_softmax(-1)
     drawn = logprobs.gather(1, torch.tensor(ids[len(ids) - len(logprobs) :])[:, None])[:, 0]
     return torch.stack([drawn, -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)], dim=1)
 
 
 def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
-    """The model, with or without its head; `model.layered` is its `LayerLoader`."""
+    """Loads the model, with or without its head; `model.layered` is its `LayerLoader`."""
     import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -191,7 +191,7 @@ def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
 
 
 def _without_layers(cls: Any, quantization: Quantization | None) -> Any:
-    """A subclass of a transformers model whose `from_pretrained` leaves the layers' tensors in their files."""
+    """Makes a subclass of a transformers model whose `from_pretrained` leaves the layers' tensors in their files."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
     def load_pretrained(model: Any, state_dict: Any, checkpoint_files: list[str], load_config: Any) -> tuple[Any, None]:
@@ -222,7 +222,7 @@ def _without_layers(cls: Any, quantization: Quantization | None) -> Any:
 
         model.layered = LayerLoader(model, path, load)
         info = read(rest)
-        # the layers are missing by intention, and would be filled with random numbers
+        # the layers are missing on purpose, and would be filled with random numbers
         info.missing_keys = {name for name in info.missing_keys if not name.startswith(f"{path}.")}
         return info, None
 
@@ -231,7 +231,7 @@ def _without_layers(cls: Any, quantization: Quantization | None) -> Any:
 
 
 def _files(checkpoint_files: list[str]) -> dict[str, str]:
-    """Tensor's name -> its file."""
+    """Maps each tensor's name to its file."""
     found = {}
     for file in checkpoint_files:
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -242,7 +242,7 @@ def _files(checkpoint_files: list[str]) -> dict[str, str]:
 def _divided(
     checkpoint: Iterable[str], model: Any, mapping: list[Any], path: str
 ) -> tuple[list[str], dict[int, list[str]]]:
-    """(The tensors outside the layers, those of each layer by its index), by their names in the checkpoint."""
+    """Returns (the tensors outside the layers, those of each layer by its index), by their names in the checkpoint."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -263,7 +263,7 @@ def _divided(
 
 
 def _list_of_layers(model: Any) -> str:
-    """The path of the one list of decoder layers."""
+    """Finds the path of the one list of decoder layers."""
     depth = model.config.get_text_config().num_hidden_layers
     found = [
         name
@@ -281,12 +281,12 @@ def _list_of_layers(model: Any) -> str:
 
 # The process that computes transformers' states: `python -m nemo_oprd.canary.layer_by_layer FOLDER`.
 #
-# It reads what is asked as JSON from stdin, and writes the states and a report into the folder. An error that a user
+# It reads its arguments as JSON from stdin, and writes the states and a report into the folder. An error that a user
 # can understand becomes the report, as one line.
 
 
 def main() -> None:
-    """See the module."""
+    """Runs the process that the comment above describes."""
     folder, asked = Path(sys.argv[1]), json.load(sys.stdin)
     try:
         states = layered_states(Path(asked["directory"]), asked["prompts"], asked["dtype"], head=asked["head"])

@@ -1,4 +1,4 @@
-"""The prompts on which states are compared: the same ids for every engine and at every start."""
+"""The prompts of a canary, the same for every engine and at every start, and the cache of verdicts that passed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from nemo_oprd.models.complete_config import text_config
 from nemo_oprd.models.fingerprint import fingerprint
 from nemo_oprd.runtime.files import cache_directory, write_atomically
 
-# Verdicts that are kept, so that a second start of the same model, layout and versions does not pay again.
+# Cache of verdicts, so that a second start of the same model, layout and versions skips the comparison.
 #
-# A verdict is a JSON file in the user's cache, named by a digest of all that it depends on. Only what passed is kept.
+# A verdict is a JSON file in the user's cache, named by a digest of all that it depends on. Failures are not cached.
 
 
 _FOLDER = "canary"
-# counts what verdicts are about: those of other numbers are not read
+# format of cached verdicts: files of other numbers are not read
 _FORMAT = 1
-# what computes states on either side; a package that is not installed is absent from the key
+# packages that compute states on either side; a package that is not installed is absent from the key
 _PACKAGES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine", "safetensors")
 
 
 def canary_key(directory: Path, *, prompts: list[list[int]], layout: str, dtype: str, engine: str) -> str:
-    """A digest (hex) of all that a verdict depends on.
+    """Returns a digest (hex) of all that a verdict depends on.
 
     Args:
         directory: the weights: a Hugging Face model, or a Megatron checkpoint.
         layout: how the engine divides the model, in any fixed words.
-        engine: what computes, with its version and settings that change numbers, in any fixed words.
+        engine: its name, version and settings that change numbers, in any fixed words.
     """
     versions = {"nemo-oprd": nemo_oprd.__version__}
     for package in _PACKAGES:
@@ -57,13 +57,13 @@ def canary_key(directory: Path, *, prompts: list[list[int]], layout: str, dtype:
 
 
 def _files(directory: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of the last change of every file of a model."""
+    """Lists name, size and time of the last change of every file of a model."""
     files = sorted(path for path in checkpoint_directory(directory).rglob("*") if path.is_file())
     return [(str(file.relative_to(directory)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def kept_verdict(key: str) -> CanaryVerdict | None:
-    """The verdict that was kept under `key`; None if there is none, or its file is damaged."""
+    """Reads the verdict that was kept under `key`; None if there is none, or its file is damaged."""
     try:
         return CanaryVerdict.from_json(json.loads(_file(key).read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -85,15 +85,15 @@ def _file(key: str) -> Path:
     return cache_directory() / _FOLDER / f"{key}.json"
 
 
-# of the short prompts: one token, which attends to itself only, and lengths that no power of two divides
+# lengths of the short prompts: one token, which attends to itself only, and lengths that no power of two divides
 LENGTHS = (7, 33, 1, 64, 18)
-# how far the longest prompt goes beyond the window and the chunk; without either it has as many tokens in all
+# tokens of the longest prompt beyond the window and the chunk; without either, the prompt has `_SHORTEST_LONG` tokens
 BEYOND = 37
 _SHORTEST_LONG = 129
 
 
 def canary_prompts(vocab_size: int, window: int | None, chunk: int, limit: int | None = None) -> list[list[int]]:
-    """A ragged batch of token ids, drawn from the whole vocabulary.
+    """Makes a ragged batch of token ids, drawn from the whole vocabulary.
 
     Args:
         window: the model's largest sliding window in tokens; None if it has none.
@@ -120,7 +120,7 @@ def canary_prompts(vocab_size: int, window: int | None, chunk: int, limit: int |
 
 
 def sliding_window(hf_config: dict[str, Any]) -> int | None:
-    """The sliding window of a model by its config.json in tokens; None if no sequence of the model exceeds one."""
+    """Reads a model's sliding window in tokens from its config.json; None if no sequence of the model exceeds it."""
     text = text_config(hf_config)
     window = text.get("sliding_window")
     kinds = text.get("layer_types")

@@ -1,7 +1,7 @@
 """Transformers' hidden states of the canary, computed in a process of its own on the CPU.
 
-The process (`layer_by_layer.py`) ends with its memory, needs no accelerator, and cannot disturb the engine: patches
-that let Megatron-core run without CUDA are not in it. The states come back as a safetensors file.
+The process (`layer_by_layer.py`) frees its memory when it ends, needs no accelerator, and cannot disturb the engine: it
+has none of the patches that let Megatron-core run without CUDA. It returns the states as a safetensors file.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ import nemo_oprd
 MODULE = "nemo_oprd.canary.layer_by_layer"
 STATES, REPORT = "states.safetensors", "report.json"
 DTYPES = ("float32", "bfloat16", "float64")
-# rows of a prompt whose logits are computed, the last ones
+# the number of rows at the end of a prompt whose logits are computed
 HEAD_ROWS = 64
 # more threads gain little on a few hundred tokens, and the engine's own processes may be starting meanwhile
 _MOST_THREADS = 8
-# the first one whose loader takes the tensors of one layer alone
+# the first version whose loader can load the tensors of one layer alone
 _FIRST_TRANSFORMERS = 5
 
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """What transformers computes for the prompts of a canary, in `dtype`; all tensors are float32 [T, D] on the CPU.
+    """Results of transformers for the prompts of a canary, in `dtype`; all tensors are float32 [T, D] on the CPU.
 
     Attributes:
-        layers: layer (1-based) -> a tensor per prompt. Of the last layer the state after the final norm, of the others
-            the residual stream after the block.
+        layers: layer (1-based) -> a tensor per prompt: for the last layer the state after the final norm, for the
+            others the residual stream after the block.
         embeddings: the input of the first layer.
         before_norm: the residual stream after the last block.
-        heads: where the head was asked for, per prompt float32 [n, 2]: of its last n rows that have a next token, at
-            most `HEAD_ROWS` - 1, the log-probability of that token and the entropy.
+        heads: if the head was requested, per prompt float32 [n, 2]: the log-probability of the next token and the
+            entropy, for the last n rows that have a next token, at most `HEAD_ROWS` - 1.
         peak_bytes: the most bytes of parameters that were in memory at a time.
         largest_layer_bytes: bytes of the largest layer's parameters.
         total_bytes: bytes of all parameters that were loaded.
@@ -63,19 +63,19 @@ class ReferenceStates:
         return len(self.layers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All states by unique names, see `from_tensors`."""
+        """All states by unique names; `from_tensors` reads them."""
         named = {f"{layer}.{i}": rows for layer, states in self.layers.items() for i, rows in enumerate(states)}
         named |= {f"embeddings.{i}": rows for i, rows in enumerate(self.embeddings)}
         named |= {f"head.{i}": rows for i, rows in enumerate(self.heads)}
         return named | {f"before_norm.{i}": rows for i, rows in enumerate(self.before_norm)}
 
     def without_norm(self) -> ReferenceStates:
-        """The same states, with the last layer's before the final norm."""
+        """Returns the same states, with the last layer's taken before the final norm."""
         return replace(self, layers={**self.layers, self.depth: self.before_norm})
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], report: Mapping[str, int | str]) -> ReferenceStates:
-        """The states from what `tensors` names them, and the other attributes from `report`."""
+        """Rebuilds the states from the names in `tensors`, and the other attributes from `report`."""
         states: dict[str, dict[int, torch.Tensor]] = {}
         for name, rows in tensors.items():
             part, _, prompt = name.partition(".")
@@ -88,7 +88,7 @@ class ReferenceStates:
 
 
 def why_unavailable() -> str | None:
-    """Why there is no reference here, whatever the model; None if there is one."""
+    """Says why there is no reference here, whatever the model; None if there is one."""
     version = metadata.version("transformers")
     if int(version.partition(".")[0]) >= _FIRST_TRANSFORMERS:
         return None
@@ -98,12 +98,12 @@ def why_unavailable() -> str | None:
 def reference_states(
     directory: Path, prompts: list[list[int]], dtype: str = "float32", *, head: bool = False
 ) -> ReferenceStates:
-    """Transformers' states of the Hugging Face model in `directory`, one layer in memory at a time.
+    """Computes transformers' states of the Hugging Face model in `directory`, one layer in memory at a time.
 
     Args:
         prompts: token ids; each prompt is computed by itself.
         dtype: "float32", "bfloat16" or "float64", in which transformers computes.
-        head: whether log-probabilities by the model's own head are wanted, too.
+        head: whether to return log-probabilities by the model's own head, too.
 
     Raises:
         ValueError: transformers cannot run the model, or the weights are not complete.
@@ -130,7 +130,7 @@ def reference_states(
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, without accelerators and without the network."""
+    """Returns the environment of this process, without accelerators and without the network."""
     threads = str(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
     here = str(Path(nemo_oprd.__file__).parents[1])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))

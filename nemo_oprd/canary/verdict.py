@@ -1,12 +1,12 @@
-"""Comparison of an engine's hidden states with transformers': the verdict, or the first wrong row.
+"""Comparison of an engine's states and head with transformers': the verdict, or the first wrong row and a hint.
 
-A row's deviation is |a - b| / |b|, a the engine's state and b transformers' in float32. What is allowed follows from
-how far transformers itself deviates, in the engine's precision:
+A row's deviation is |a - b| / |b|, a the engine's state and b transformers' in float32. The bound follows from the
+deviation of transformers itself in the engine's precision:
 
 - float32: every row within 1e-5. If a row exceeds that, transformers' float64 is the reference: every row within 1e-5
   of it or, if that is more, 3 times the worst row of transformers' float32 in the layers so far: single rows scatter.
 - bfloat16: the median row of a layer within 1.5 times the median of transformers' bfloat16 against its float32. Each
-  prompt, the first rows of all prompts, the rows beyond the sliding window and each chunk are judged by themselves,
+  prompt, the first rows of all prompts, the rows beyond the sliding window and each chunk have medians of their own,
   too, because they may be too few to move the median of all. Of less than 16 rows, the median may be 4 times
   transformers' own worst row of the layer: single rows scatter, and a token may visit another expert.
 
@@ -23,7 +23,7 @@ import torch
 
 from nemo_oprd.canary.reference import HEAD_ROWS, ReferenceStates
 
-# What the pattern of wrong rows says about their cause. Every sentence follows from a comparison.
+# Hints at the cause from the pattern of wrong rows. Every sentence follows from a comparison.
 
 
 # padding ids may have a row of zeros, which most layers return unchanged
@@ -39,7 +39,7 @@ def hint(
     window: int | None,
     chunk: int,
 ) -> str:
-    """What the first wrong `layer` looks like.
+    """Describes the first wrong `layer`: which pattern its wrong rows show.
 
     Args:
         wrong: per prompt, the layer's wrong rows.
@@ -61,7 +61,7 @@ def hint(
 
 
 def _other_state(layer: int, states: list[torch.Tensor], reference: ReferenceStates, allowed: float) -> str | None:
-    """Which other state of transformers these are."""
+    """Says which other state of transformers these states are; None if they are none."""
     depth = reference.depth
     if layer == depth and _same(states, reference.before_norm, allowed):
         return "it is the state before the final norm"
@@ -82,7 +82,7 @@ def _same(states: list[torch.Tensor], other: list[torch.Tensor], allowed: float)
 
 
 def _scaled_channels(states: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
-    """Whether the states are the reference times one factor per channel: nine tenths of the difference is that."""
+    """Whether one factor per channel explains nine tenths of the difference between states and reference."""
     a, b = torch.cat(states).double(), torch.cat(reference).double()
     factors = (a * b).sum(dim=0) / b.square().sum(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
     return bool((a - b * factors).norm() < 0.1 * (a - b).norm()) and len(a) > 1
@@ -117,10 +117,10 @@ def _by_rows(states: list[torch.Tensor], wrong: list[set[int]], window: int | No
 
 
 States = Mapping[int, list[torch.Tensor]]
-# rounding of sums in another order, over layers of any depth that was tried (docs/canary.md)
+# bound in float32: rounding of sums in another order, over layers of any depth that was tried (docs/canary.md)
 FLOAT32_ROW = 1e-5
 OWN_DEVIATIONS = 1.5
-# of the worst row of float32; 1.7 was seen in a model with routers whose worst row deviates by 1.5e-5
+# bound as a multiple of float32's worst row; a model with routers, whose worst row deviates by 1.5e-5, reached 1.7
 OWN_FLOAT32_ROWS = 3.0
 OWN_WORST_ROWS, _MANY_ROWS = 4.0, 16
 # transformers' states in another precision: "float64" or "bfloat16"
@@ -128,7 +128,7 @@ Measure = Callable[[str], ReferenceStates]
 
 
 class CanaryRefused(ValueError):  # noqa: N818 (a refusal, as users read it)
-    """States that are not the model's.
+    """Raised for states that are not the model's.
 
     Attributes:
         layer, prompt, row: the first wrong row, layers counted from 1, prompts and rows from 0.
@@ -141,7 +141,7 @@ class CanaryRefused(ValueError):  # noqa: N818 (a refusal, as users read it)
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """What a comparison found that refused nothing.
+    """Result of a comparison that passed.
 
     Attributes:
         worst, median: layer -> deviation of its worst row, of its median row.
@@ -166,15 +166,15 @@ class CanaryVerdict:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, as JSON has them; `from_json` reads them."""
+        """Returns the fields as JSON types; `from_json` reads them."""
         return asdict(self)
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> CanaryVerdict:
-        """The verdict that `as_json` described.
+        """Reads the verdict from the output of `as_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: the content is of something else.
+            KeyError, TypeError, ValueError: the content is no verdict.
         """
         numbers = {
             name: {int(layer): float(value) for layer, value in content[name].items()}
@@ -202,8 +202,8 @@ def prove(
         reference: transformers' states in float32.
         family: the model's type, for messages.
         dtype: the engine's precision: "float32" or "bfloat16".
-        measure: returns transformers' states of the same prompts in another precision; needed for bfloat16. Without it
-            float32 rows are allowed 1e-5.
+        measure: returns transformers' states of the same prompts in another precision; needed for bfloat16. Without it,
+            float32 rows may deviate by 1e-5.
         window: the model's sliding window, None if it has none.
         chunk: tokens that the engine computes at a time; 0 if it computes sequences whole.
 
@@ -239,7 +239,7 @@ def prove(
 
 @dataclass(frozen=True)
 class _Bound:
-    """What one layer may deviate by, what it does, and from which deviation on a row counts as wrong."""
+    """The allowed deviation of one layer, its measured one, and the deviation above which a row counts as wrong."""
 
     allowed: float
     deviation: float
@@ -252,7 +252,7 @@ class _Bound:
 
 
 def _deviations(found: list[torch.Tensor], reference: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A tensor [T] per prompt. A row of zeros deviates by its length, and one that is not finite by infinity."""
+    """Returns a tensor [T] per prompt. A row of zeros deviates by its length, one that is not finite by infinity."""
     result = []
     for a, b in zip(found, reference, strict=True):
         norm = b.norm(dim=-1)
@@ -301,7 +301,7 @@ def _bfloat16_bounds(
 
 
 def _groups(lengths: list[int], window: int | None, chunk: int) -> dict[str, list[slice]]:
-    """What is judged by its median -> the rows of each prompt; few rows do not move the median of all."""
+    """Maps the name of each group of rows with a median of its own to those rows of each prompt."""
     none = slice(0)
     groups = {"median row": [slice(None) for _ in lengths]}
     for i in range(len(lengths)):
@@ -372,28 +372,28 @@ def _refusal(
 
 # Comparison of an engine's log-probabilities and entropies with those by transformers' own head.
 #
-# A head has a matrix, perhaps tied to the embeddings, and in many families a bias, a scale or a cap of the logits. All
-# of them are in the comparison, because transformers computes its side by the model's own forward.
+# A head has a matrix, perhaps tied to the embeddings, and in many families a bias, a scale or a cap of the logits. The
+# comparison covers all of them, because transformers computes its side by the model's own forward.
 
 
-# of a log-probability or an entropy in float32, in nats
+# bound of a log-probability or an entropy in float32, in nats
 FLOAT32_LOGPROB = 1e-3
 _COLUMNS = ("log-probability", "entropy")
 
 
 def head_rows(length: int) -> list[int]:
-    """The rows of a prompt of `length` tokens that are compared, see `ReferenceStates.heads`."""
+    """Returns the rows that are compared of a prompt of `length` tokens, see `ReferenceStates.heads`."""
     return [*range(max(0, length - HEAD_ROWS), length - 1)]
 
 
 def prove_head(found: list[torch.Tensor], family: str, *, dtype: str, measure: Measure) -> None:
-    """Compares.
+    """Compares log-probabilities and entropies of an engine with those by transformers' own head.
 
     Args:
-        found: per prompt [n, 2], of `head_rows` the log-probability of the next token and the entropy.
+        found: per prompt [n, 2]: the log-probability of the next token and the entropy of each of its `head_rows`.
         family: the model's type, for messages.
         dtype: the engine's precision: "float32" or "bfloat16".
-        measure: returns transformers' numbers, in a precision.
+        measure: returns transformers' numbers in a precision.
 
     Raises:
         ValueError: in float32 a number deviates by more than 1e-3, in bfloat16 the median by more than 1.5 times that

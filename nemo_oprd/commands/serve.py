@@ -16,7 +16,7 @@ from nemo_oprd.run.resolve import resolve_model, resolve_served, servers_ids
 from nemo_oprd.runtime.gpus import check_promise
 from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, server_arguments
 from nemo_oprd.vllm.server import server_command, server_environment
-from nemo_oprd.vllm.worker.nemo_oprd_door import TOKEN_FILE, read_tokens
+from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE, read_tokens
 
 # of the path of a Unix socket on Linux
 MOST_SOCKET_BYTES = 107
@@ -79,7 +79,7 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
     cuda, sampled = devices is not None, servers_ids(config, student)
     arguments = server_arguments(config, spec, student.directory, sampled, cuda=cuda)
     token_file = _token_file(options.token_file)
-    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_door.Door"])
+    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_middleware.Door"])
     os.umask(0o077)  # the socket, and what vLLM writes, are for this user alone
     os.execve(python, command, server_environment(devices) | {TOKEN_FILE: str(token_file)})
 
@@ -103,13 +103,13 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
     from nemo_oprd.vllm.teacher_canary import Canary
     from nemo_oprd.vllm.teacher_servers import longest_sequence
     from nemo_oprd.vllm.transport import SharedFolder
-    from nemo_oprd.vllm.worker.nemo_oprd_asks import GENERATION
     from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
+    from nemo_oprd.vllm.worker.nemo_oprd_requests import GENERATION
 
     longest = longest_sequence(config, Canary(teacher.spec, teacher.directory, DTYPES[config.precision], None))
     arguments = teacher_arguments(config, teacher.directory, longest, cuda=devices is not None)
     token_file = _token_file(options.token_file, KEY)
-    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_teacher_door.TeacherDoor"])
+    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_teacher_middleware.TeacherDoor"])
     with closing(SharedFolder()) as folder:
         environment = server_environment(devices) | {
             TOKEN_FILE: str(token_file),

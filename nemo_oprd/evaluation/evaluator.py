@@ -26,7 +26,7 @@ from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.evaluation.intervals import scalars
 from nemo_oprd.evaluation.responses import FACTS, response_of
 from nemo_oprd.megatron.parallel import first_ranks
-from nemo_oprd.rollout.beside import Beside
+from nemo_oprd.rollout.concurrent_evaluation import Beside
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.exchange import first_ranks_rollouts
 from nemo_oprd.runtime.messages import hours_minutes_seconds

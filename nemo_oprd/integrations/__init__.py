@@ -1,1 +1,1 @@
-"""NeMo's programs, and other loops that Megatron models are trained in: what they import, and recipes for them."""
+"""Adapters to NeMo's programs and to other training loops of Megatron models, and recipes for them."""

@@ -24,7 +24,7 @@ class RecordedRollouts(DatasetProvider):
         seq_length: the tokens to which responses with their prompts are padded; the recipe's `model.seq_length`.
         vocab_size: ids must be below it.
         global_batch_size: the recipe's `train.global_batch_size`.
-        loss: the hidden-state term, the same as of the forward step.
+        loss: the hidden-state term, the same as the forward step's.
     """
 
     file: str
@@ -37,7 +37,7 @@ class RecordedRollouts(DatasetProvider):
     num_workers: int = 0
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any, None, None]:
-        """The training data; there are none for validation and test.
+        """Returns (the training data, None, None): there are no data for validation and test.
 
         Raises:
             ValueError: the file is missing or damaged, or a response does not fit.

@@ -1,9 +1,9 @@
-"""What `exp_manager` decides about a run: its directory, and whether it resumes. NeMo is not imported here.
+"""The run directory and the resume decision of `exp_manager`, for runs of this project. It does not import NeMo.
 
 `exp_manager` belongs to Lightning's loop. It chooses `exp_dir/name/version` (or `explicit_log_dir`), moves the files of
 an earlier start into `run_0`, `run_1`, ..., and writes `cmd-args.log` and `git-info.log`. Its checkpoints, loggers and
 callbacks need a Lightning trainer that fits a model. Here the run writes its own checkpoints and metrics into the
-directory `oprd` below, where `exp_manager` moves nothing, and keys whose work Lightning would do are refused.
+directory `oprd` below, where `exp_manager` moves nothing, and this module refuses keys whose work Lightning would do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "files_to_copy": None,
     "seconds_to_sleep": 5,
 }
-# NeMo's keys for which Lightning's loop is needed, and what does their work here
+# NeMo's keys that need Lightning's loop, and this project's replacement of each
 COUNTERPARTS = {
     "create_checkpoint_callback": "train.save_every, train.keep_checkpoints and train.keep_best",
     "checkpoint_callback_params": "train.save_every, train.keep_checkpoints and train.keep_best",
@@ -49,7 +49,7 @@ _OFF = (
 
 
 def experiment_settings(section: dict[str, Any], processes: int) -> dict[str, Any]:
-    """The argument `cfg` of `exp_manager`, for a job of so many processes.
+    """Returns the argument `cfg` of `exp_manager`, for a job of so many processes.
 
     Keys that the program's `section` lacks have their defaults.
 
@@ -72,7 +72,7 @@ def experiment_settings(section: dict[str, Any], processes: int) -> dict[str, An
             f"exp_manager.resume_if_exists=false with {processes} ranks and no version: each rank would name a "
             "directory after its own clock; expected one name: set exp_manager.version or exp_manager.explicit_log_dir"
         )
-    # whether there is a checkpoint, and whether the run is complete, is what `check_resume` knows
+    # `check_resume` decides on existing checkpoints and complete runs
     return {
         **settings,
         **dict.fromkeys(_OFF.split(), False),
@@ -82,15 +82,15 @@ def experiment_settings(section: dict[str, Any], processes: int) -> dict[str, An
 
 
 def run_directory(log_dir: Path) -> Path:
-    """The run directory of this project in the directory of `exp_manager`."""
+    """Returns the run directory of this project in the directory of `exp_manager`."""
     return log_dir / "oprd"
 
 
 def check_resume(section: dict[str, Any], config: Config) -> None:
-    """The conventions of `exp_manager` for the checkpoints of this project.
+    """Applies the conventions of `exp_manager` to the checkpoints of this project.
 
     Raises:
-        ValueError: there is a checkpoint and `resume_if_exists` is false; there is none and
+        ValueError: a checkpoint exists and `resume_if_exists` is false; none exists and
             `resume_ignore_no_checkpoint` is false; or the run is complete and `resume_past_end` is false.
     """
     settings, output = {**DEFAULTS, **section}, Path(config.output)

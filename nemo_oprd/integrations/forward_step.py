@@ -6,8 +6,8 @@
 The loop calls the step for one microbatch after the other, on each pipeline stage when the student's schedule reaches
 it. The step runs the teacher's stage on the microbatch just before the student's (`teacher_beside.py`).
 
-The models are built, adopted and checked in a hook of the student's provider, which the loop calls on every rank at the
-same place. Nothing stays in the model's config after an update, because the loop writes it into checkpoints.
+A hook of the student's provider, which the loop calls on every rank at the same place, builds, adopts and checks the
+models. After an update the model's config is as before, because the loop writes it into checkpoints.
 
 B sequences of a microbatch, S their tokens.
 """
@@ -32,7 +32,7 @@ class OPRDForwardStep:
     """A `forward_step_func` for `finetune` and `pretrain` of Megatron-Bridge.
 
     Microbatches are dictionaries with `tokens` int64 [B, S] and `weight` float32 [B, S], as `RolloutDataset` gives
-    them. The models' logits are not used; the last stage reports `rep/loss` of the update to the loop's log.
+    them. The step ignores the models' logits; the last stage reports `rep/loss` of the update to the loop's log.
 
     Attributes:
         metrics: of the last update, by their names in docs/runs.md; equal on all ranks.
@@ -48,7 +48,7 @@ class OPRDForwardStep:
             loss: the hidden-state term, by default the paper's (docs/losses.md).
 
         Raises:
-            ValueError: a provider is none, or the student has virtual pipeline stages.
+            ValueError: an argument is no provider, or the student has virtual pipeline stages.
         """
         for role, provider in (("student", student), ("teacher", teacher)):
             if not hasattr(provider, "provide_distributed_model"):
@@ -79,7 +79,7 @@ class OPRDForwardStep:
             )
 
     def _build_teacher(self, chunks: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
-        """The hook: adopts the student's chunk, which is not wrapped yet, and builds the teacher in its groups."""
+        """Hook of the provider: adopts the student's chunk, not wrapped yet, and builds the teacher in its groups."""
         self._refuse_virtual_stages()  # the recipe may have changed since
         student, provider = self._providers
         adopt(chunks, hf_config=local_hf_config(student))
@@ -95,7 +95,7 @@ class OPRDForwardStep:
             state: the loop's state. Its name makes the loop pass it.
 
         Raises:
-            ValueError: the loop evaluates, asks for a schedule plan, or has models that cannot be served.
+            ValueError: the loop evaluates, asks for a schedule plan, or has unsupported models.
         """
         if return_schedule_plan:
             raise ValueError(
@@ -121,7 +121,7 @@ class OPRDForwardStep:
         return model(tokens_BS, None, None, packed_seq_params=sequences), self._report
 
     def _distillation(self, model: Any) -> HiddenStateDistillation:
-        """The observers' maker. At the first microbatch of an update, arranges that `_finish` is called at its end."""
+        """Returns the maker of observers; at an update's first microbatch arranges the call of `_finish` at its end."""
         if self._teacher is None:
             raise ValueError(
                 "the student's provider has built no teacher; expected it to build the student: pass the step the "
@@ -136,13 +136,13 @@ class OPRDForwardStep:
         return self._oprd
 
     def _report(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss function: a zero, with a place for the metric that `_finish` fills before the loop reads it."""
+        """The loss function: returns a zero, and room for the metric that `_finish` fills before the loop reads it."""
         zero, count, _ = zero_loss(output)
         assert self._reported is not None
         return zero, count, {"rep/loss": self._reported}
 
     def _finish(self) -> None:
-        """The metrics of an update, and the check that every layer received its gradient; all ranks call this."""
+        """Computes the metrics of an update, and checks that every layer received its gradient; all ranks call this."""
         assert self._oprd and self._teacher and self._restore and self._reported is not None
         self._restore()
         self._teacher.wait()

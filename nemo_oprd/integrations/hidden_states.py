@@ -1,11 +1,10 @@
 """The hidden-state loss in another program's training loop: its observers, and the metrics and check of an update.
 
-The loop has its own batches. What it must add to them is one tensor, the weights of the supervised tokens, which it
-slices, pads and packs exactly as the token ids. The rows of a microbatch are then found on every rank, whatever the
-layout, without a plan of the whole batch. The teacher is a second adopted model with the student's layout, whose
-states stay on the rank on which they are needed.
+The loop has its own batches. It must add one tensor to them, the weights of the supervised tokens, and slice, pad and
+pack it exactly as the token ids. Every rank then finds its rows of a microbatch, whatever the layout, without a plan of
+the whole batch. The teacher is a second adopted model with the student's layout; its states never leave the rank.
 
-This module has all that such a loop imports: `adopt` makes the layers of stock Megatron-core models pass their outputs
+Such a loop imports only this module: `adopt` makes the layers of stock Megatron-core models pass their outputs
 to an observer, `observed` attaches a microbatch's observer to its `packed_seq_params`, and `HiddenStateDistillation`
 makes the observers. docs/nemo.md and `examples/adopt_in_your_script.py` show how the parts fit together.
 
@@ -46,14 +45,14 @@ __all__ = ["HiddenStateDistillation", "RepresentationLossConfig", "adopt", "obse
 
 
 def row_weights(rollouts: list[Rollout], length: int, loss: RepresentationLossConfig) -> torch.Tensor:
-    """The weights of the supervised tokens of a whole batch, float32 [responses, length], 0 for all other tokens.
+    """Computes the weights of the supervised tokens of a whole batch, float32 [responses, length], 0 for other tokens.
 
     Row i belongs to the tokens `prompt_ids + response_ids` of response i, padded to `length`. `loss.positions`, `k`,
     `position` and `aggregation` say which tokens are supervised and how they are weighted. The weights sum to 1 over
     the batch: compute them for the batch of all data-parallel ranks, and take from the result what a rank reads.
 
     Raises:
-        ValueError: a response is longer than `length`, the teacher reads other ids than the student, or as
+        ValueError: a response is longer than `length`, the teacher reads other ids than the student, or see
             `batch.token_table.make_rows`.
     """
     for i, rollout in enumerate(rollouts):
@@ -154,7 +153,7 @@ class HiddenStateDistillation:
         return self._chunks[0].decoder.tp_group
 
     def _rows(self, weight_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(int64 [n]: indices of this rank's rows in its hidden state [S, B, D]; float32 [n]: their weights)."""
+        """Returns (int64 [n]: indices of this rank's rows in its hidden state [S, B, D], float32 [n]: the weights)."""
         if weight_BS.dim() != 2:
             raise ValueError(
                 f"weights of shape {list(weight_BS.shape)}; expected [B, S] like the microbatch's token ids: pass one "
@@ -173,7 +172,7 @@ class HiddenStateDistillation:
         return rows, weight.flatten()[rows]
 
     def capture(self, weight_BS: torch.Tensor) -> HiddenStateCapture:
-        """The observer of the teacher's forward pass over one microbatch; `captured` then holds the targets.
+        """Makes the observer of the teacher's forward pass over one microbatch; `captured` then holds the targets.
 
         Raises:
             ValueError: the weights have another shape than the tokens can have.
@@ -184,7 +183,7 @@ class HiddenStateDistillation:
         return HiddenStateCapture(self._rows(weight_BS)[0], keys, self._teacher_final)
 
     def losses(self, weight_BS: torch.Tensor, states: Mapping[int, torch.Tensor]) -> HiddenStateLoss:
-        """The observer of the student's forward pass over one microbatch, which injects the gradients in backward.
+        """Makes the observer of the student's forward pass over one microbatch; it injects the gradients in backward.
 
         Args:
             weight_BS: [B, S], the weights of the microbatch's tokens.
@@ -194,7 +193,7 @@ class HiddenStateDistillation:
             ValueError: states are missing or of another shape, or the optimizer scales losses.
         """
         rows, weight = self._rows(weight_BS)
-        if not self._checked_loss_scale:  # here, because Megatron sets it after the optimizer has been made
+        if not self._checked_loss_scale:  # here, because Megatron sets it after it has made the optimizer
             refuse_loss_scale(self._config, weight.device)
             self._checked_loss_scale = True
         for layer in self.layers:
@@ -219,7 +218,7 @@ class HiddenStateDistillation:
         return observer
 
     def finish(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Sums over all ranks, and the check that every layer received its gradient from every microbatch.
+        """Sums the metrics over all ranks, and checks every layer's gradient of every microbatch.
 
         Args:
             group: the ranks of the student; None: all ranks. Each of them calls this after the backward passes.
@@ -276,7 +275,7 @@ class HiddenStateDistillation:
 
 
 def _adopted(chunks: Sequence[torch.nn.Module], role: str) -> list[Any]:
-    """The models inside their wrappers. Raises ValueError unless all their layers are observed."""
+    """Returns the models inside their wrappers. Raises ValueError unless all their layers are observed."""
     models = [unwrapped(chunk) for chunk in chunks]
     for model in models:
         for layer in model.decoder.layers:
@@ -289,7 +288,7 @@ def _adopted(chunks: Sequence[torch.nn.Module], role: str) -> list[Any]:
 
 
 def _states(models: list[Any], final: int | None) -> set[int]:
-    """The layers whose states these chunks give; layer `final` is taken after the final norm, wherever that is."""
+    """Returns the layers whose states these chunks have; layer `final` is taken after the final norm."""
     states = {layer.layer_number for model in models for layer in model.decoder.layers} - {final}
     if final is not None and any(model.decoder.final_layernorm is not None for model in models):
         states.add(final)

@@ -1,8 +1,8 @@
 """A configuration that NeMo's `hydra_runner` has composed -> this project's `Config`.
 
-`hydra_runner` registers a schema, composes the YAML file and the command line, and hands the result over. `schema` is
-what to register, and `from_nemo` is what `nemo-oprd` itself does with a composed configuration: defaults, types, ranges
-and rules are those of docs/configuration.md, and so are the messages. Neither imports NeMo.
+`hydra_runner` registers a schema, composes the YAML file and the command line, and passes the result on. `schema`
+returns the schema to register, and `from_nemo` treats a composed configuration as `nemo-oprd` does: defaults, types,
+ranges, rules and messages are those of docs/configuration.md. Neither imports NeMo.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from nemo_oprd.config.schema import Config
 
 
 def schema(**sections: dict[str, Any]) -> dict[str, Any]:
-    """Every key of `Config` and of the program's own sections, without values, for `hydra_runner(schema=...)`.
+    """Returns every key of `Config` and of the program's sections, without values, for `hydra_runner(schema=...)`.
 
     With a key in the schema, the command line needs no `+` before it. The values are missing (`???`), because Hydra
-    merges a schema over the files in the `defaults:` list of the configuration, whose values would be lost.
+    merges a schema over the files in the `defaults:` list of the configuration and would overwrite their values.
     `hydra_runner(schema=Config)` itself fails: OmegaConf knows no `Literal`. `from_nemo` checks types.
     """
     return _without_values({**dataclasses.asdict(Config()), **sections})
 
 
 def section(cfg: Any, name: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The program's own section `name` of `cfg`, with the defaults of the keys that have no value there."""
+    """Returns the program's own section `name` of `cfg`, with the defaults of the keys that have no value there."""
     from omegaconf import OmegaConf
 
     merged: Any = OmegaConf.merge(cfg, {name: OmegaConf.merge(defaults, cfg.get(name) or {})})
@@ -42,13 +42,13 @@ def _without_values(keys: dict[str, Any]) -> dict[str, Any]:
 def from_nemo(
     cfg: Any, *, sections: Collection[str] = ("exp_manager", "tokenizer"), output: str | Path | None = None
 ) -> Config:
-    """The checked configuration in `cfg`.
+    """Checks the configuration in `cfg` and returns it as a `Config`.
 
-    In a Hydra program the keys of its command line count as such: `student.hf_path=DIR` there replaces the
+    The keys of a Hydra program's command line count as such: `student.hf_path=DIR` there replaces the
     `student.checkpoint` of the file, as with `nemo-oprd`.
 
     Args:
-        cfg: what the decorated function receives, or a dict.
+        cfg: the argument of the decorated function, or a dict.
         sections: top-level keys that belong to the program and not to this project.
         output: the run directory, in place of the key `output`.
 

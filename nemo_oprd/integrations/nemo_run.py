@@ -5,7 +5,7 @@
 nemo-run finds this module by the entry point group `nemo_run.cli`. `--factory` names a configuration, the keys after it
 are those of docs/configuration.md, and `run.executor` names one of the two executors at the end of this file. A new
 file in conf/ is a new recipe. nemo-run makes its command line from annotations, so this file has no postponed ones.
-docs/nemo.md says more. Left out: `teachers.0.KEY=VALUE`, for which `overrides` is there.
+See docs/nemo.md. Left out: `teachers.0.KEY=VALUE`; use `overrides` for it.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _TOP_LEVEL = tuple(field.name for field in dataclasses.fields(Config))
 
 
 def group(**keys: Any) -> dict[str, Any]:
-    """A group of keys. nemo-run 0.11.1 cannot send a `run.Config(dict)` to an executor."""
+    """Makes a group of keys. nemo-run 0.11.1 cannot send a `run.Config(dict)` to an executor."""
     return keys
 
 
 def _groups(schema: type) -> dict[str, Any]:
-    """An empty `run.Config(group)` for each group of keys in `schema`, and for the groups in it.
+    """Makes an empty `run.Config(group)` for each group of keys in `schema`, and for the groups in it.
 
     nemo-run sets `student.parallel.tensor=2` only where the recipe has a `student.parallel`.
     """
@@ -84,7 +84,7 @@ def _groups(schema: type) -> dict[str, Any]:
 
 
 def recipe(config_name: str, config_dir: Optional[str] = None) -> Callable[[], Any]:
-    """A function that returns the training run of a configuration, for nemo-run's `--factory` and `run.run`.
+    """Makes a function that returns the training run of a configuration, for nemo-run's `--factory` and `run.run`.
 
     Args:
         config_name: a YAML file in `config_dir`.

@@ -1,8 +1,8 @@
 """Recorded rollouts as a data set of single responses, for training loops that cut global batches themselves.
 
 A loop that reads a data set in order takes samples [n * G, (n + 1) * G) for update n, whatever its layout, with G its
-global batch size. So the weight of a token, which contains 1 / counts of the whole update, is known per sample, and a
-run that resumes after any number of samples gets the same weights.
+global batch size. So the weight of a token, which contains 1 / counts of the whole update, follows from the sample, and
+a run that resumes after any number of samples gets the same weights.
 
 S is the padded length.
 """
@@ -32,12 +32,12 @@ class RolloutDataset(torch.utils.data.Dataset):
         samples: int,
         loss: RepresentationLossConfig | None = None,
     ) -> None:
-        """Checks the responses, and the weights of the first update.
+        """Checks the responses, and computes the weights of the first update.
 
         Args:
             length: S, to which responses with their prompts are padded with id 0.
             global_batch_size: samples of an update over all data-parallel ranks.
-            samples: of the whole training.
+            samples: their number in the whole training.
             loss: says which tokens are supervised and how they are weighted.
 
         Raises:
@@ -62,7 +62,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         self._weights(0)
 
     def _weights_of_update(self, update: int) -> torch.Tensor:
-        """float32 [G, S]."""
+        """Computes the weights of one update, float32 [G, S]."""
         first = update * self._batch_size
         batch = [self._rollouts[i % len(self._rollouts)] for i in range(first, first + self._batch_size)]
         return row_weights(batch, self._length, self._loss)

@@ -1,4 +1,4 @@
-"""`OPRDActor`: `OPRDWorker` as Ray's actor, by the name that `OPRDPolicy` gives to NeMo-RL."""
+"""`OPRDActor`: `OPRDWorker` as a Ray actor, under the name that `OPRDPolicy` passes to NeMo-RL."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from nemo_oprd.integrations.rl_worker import OPRDWorker
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class OPRDActor(OPRDWorker):
-    """Classes that Ray has decorated cannot be inherited from, so the methods are in `OPRDWorker`."""
+    """The Ray actor. Classes that Ray has decorated cannot be inherited from, so `OPRDWorker` has the methods."""

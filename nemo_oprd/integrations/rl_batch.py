@@ -1,8 +1,8 @@
-"""NeMo-RL's training data with the weights of the supervised tokens, made by the driver for whole updates.
+"""NeMo-RL's training data with the weights of the supervised tokens, which the driver computes for whole updates.
 
-A row's weight contains 1 / counts of its whole update. It is computed here, where all responses of the update are in
-one batch, and then travels beside the token ids. So NeMo-RL may sort, shard and pack the responses as it likes. Nothing
-here imports NeMo-RL.
+A row's weight contains 1 / counts of its whole update. The driver computes it, because it has all responses of the
+update in one batch, and adds it to the token ids. So NeMo-RL may sort, shard and pack the responses in any way. This
+module does not import NeMo-RL.
 
 B responses, S tokens of the padded sequences.
 """
@@ -21,28 +21,28 @@ from nemo_oprd.config.messages import build
 from nemo_oprd.config.schema import LossConfig, RepresentationLossConfig
 from nemo_oprd.integrations.hidden_states import row_weights
 
-# The weights of the hidden-state loss have the name of NeMo-RL's mask for multi-token prediction: that is the one
-# tensor which its workers pad, pack and shard exactly like the token ids, and hand to the model. `adopt` refuses models
+# The weights of the hidden-state loss have the name of NeMo-RL's mask for multi-token prediction: that is the only
+# tensor that its workers pad, pack and shard exactly like the token ids, and pass to the model. `adopt` refuses models
 # with multi-token prediction.
 HIDDEN_WEIGHT = "mtp_loss_mask"
 OUTPUT_WEIGHT = "oprd_output_weight"
-# where a policy's config holds what `Settings` reads
+# the section of a policy's config that `Settings` reads
 SECTION = "oprd"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the workers need beside NeMo-RL's own configuration: the teacher's model, and the keys below `loss`."""
+    """Settings of the workers beside NeMo-RL's own configuration: the teacher's model, and the keys below `loss`."""
 
     teacher: str
     loss: LossConfig
 
     @staticmethod
     def read(policy: Mapping[str, Any]) -> Settings:
-        """The section `oprd` of a policy's config: `teacher`, `representation`, `output`.
+        """Reads the section `oprd` of a policy's config: `teacher`, `representation`, `output`.
 
         Raises:
-            ValueError: there is no teacher, a key or value is wrong, or a term that a loop of NeMo-RL does not have.
+            ValueError: the teacher is missing, a key or value is wrong, or NeMo-RL's loop does not support a term.
         """
         section = dict(policy.get(SECTION) or {})
         teacher = section.pop("teacher", None)
@@ -71,10 +71,10 @@ class Settings:
 
 
 def rollouts_of(data: Mapping[str, Any]) -> list[Rollout]:
-    """The responses in NeMo-RL's training data.
+    """Returns the responses in NeMo-RL's training data.
 
     A response begins at the first token with `token_mask` 1. Later tokens with 0, such as another turn of the user, are
-    part of it and are not supervised. A response with `sample_mask` 0 is not supervised at all.
+    part of it without supervision. A response with `sample_mask` 0 has no supervision at all.
 
     Args:
         data: `input_ids` int64 [B, S], `input_lengths` [B], `token_mask` [B, S], `sample_mask` [B].
@@ -92,11 +92,11 @@ def with_weights(data: Any, loss: LossConfig, batch_size: int) -> Any:
     """Adds the weights of both losses to NeMo-RL's training data, in place; returns it.
 
     Args:
-        data: as of `rollouts_of`.
+        data: as in `rollouts_of`.
         batch_size: responses of one update, `policy.train_global_batch_size`; update u has rows u * batch_size and on.
 
     Raises:
-        ValueError: the responses are no whole updates, an update has no supervised token, or as `row_weights`.
+        ValueError: the responses are no whole updates, an update has no supervised token, or see `row_weights`.
     """
     if HIDDEN_WEIGHT in data:
         raise ValueError(

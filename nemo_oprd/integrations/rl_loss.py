@@ -1,8 +1,8 @@
 """`OPRDOutputLoss`: this project's output-space losses as a loss function of NeMo-RL.
 
 NeMo-RL calls a loss function on the last pipeline stage after the forward pass of a microbatch, once per sequence if
-sequences are packed, with this context rank's logits of this tensor rank's vocabulary. The teacher's logits of the same
-microbatch are there already, because the teacher runs in the same worker (`rl_worker.py`).
+sequences are packed, with this context rank's logits of this tensor rank's vocabulary. The worker already has the
+teacher's logits of the same microbatch, because the teacher runs in it (`rl_worker.py`).
 
 The hidden-state loss is no loss function: it enters in the backward pass, on the stages that own the layers. With
 `kind=none` the loss function is a zero whose backward pass leads through the model.
@@ -31,15 +31,15 @@ class OPRDOutputLoss:
     """A `LossFunction` of NeMo-RL 0.7.0. The driver makes it and sends it to the workers, which use copies.
 
     Attributes:
-        loss_type, input_type: what NeMo-RL reads: sums over tokens, of logits.
-        needs_teacher: whether the teacher's logits are needed.
+        loss_type, input_type: declarations for NeMo-RL: sums over tokens, of logits.
+        needs_teacher: whether the loss reads the teacher's logits.
     """
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGIT
 
     def __init__(self, output: OutputLossConfig, vocab_size: int) -> None:
-        """Takes the keys of `loss.output`; ids below `vocab_size`, which is that of config.json, are real ones.
+        """Takes the keys of `loss.output`; ids below `vocab_size`, config.json's, are real ones.
 
         Raises:
             ValueError: the weight is a schedule, or an option is wrong.
@@ -54,22 +54,23 @@ class OPRDOutputLoss:
         self._read = 0
 
     def begin(self, teacher: torch.Tensor | None, groups: Any) -> None:
-        """The worker calls this before every forward pass of the student, with the model's `ProcessGroupCollection`.
+        """Sets the teacher's logits; the worker calls this before every forward pass of the student.
 
-        `teacher` is the teacher's logits [B, s, V] of the microbatch; None before the last pipeline stage.
+        `teacher`: the teacher's logits [B, s, V] of the microbatch; None before the last pipeline stage. `groups`: the
+        model's `ProcessGroupCollection`.
         """
         self._teacher, self._groups, self._read = teacher, groups, 0
 
     def __call__(
         self, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, logits: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss of one microbatch, or of one sequence of a pack.
+        """Computes the loss of one microbatch, or of one sequence of a pack.
 
         Args:
             data: `input_ids` [B, any length], and the weights that `with_weights` has added, which already contain
                 1 / counts of the update.
-            global_valid_seqs, global_valid_toks: NeMo-RL's own counts, which are not used.
-            logits: [B, s, V], not divided by a temperature of the sampling.
+            global_valid_seqs, global_valid_toks: NeMo-RL's own counts, ignored here.
+            logits: [B, s, V], not divided by a sampling temperature.
 
         Returns:
             (The loss times the size of the context-parallel group, by which NeMo-RL divides it; {"loss": the loss of
@@ -112,7 +113,7 @@ class OPRDOutputLoss:
         token_N: torch.Tensor,
         weight_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(The loss of the rows, a scalar with its gradient), from logits [tokens, V] of both models."""
+        """Computes the loss of the rows, a scalar with its gradient, from logits [tokens, V] of both models."""
         size, group = student.shape[1], self._groups.tp
         shard = VocabShard(group.rank() * size, size, self._vocab_size, group if group.size() > 1 else None)
         value = torch.zeros((), device=student.device)
@@ -129,5 +130,5 @@ class OPRDOutputLoss:
 
 
 def _padded(values_BS: torch.Tensor, length: int) -> torch.Tensor:
-    """[B, length], filled up with 0, or without the padding that the pack left out."""
+    """Pads to [B, length] with 0, or cuts off the padding that the pack left out."""
     return torch.nn.functional.pad(values_BS, (0, length - values_BS.shape[1])).contiguous()

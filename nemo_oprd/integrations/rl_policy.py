@@ -4,8 +4,8 @@
     with policies_of(distillation):
         student, teacher, *rest = distillation.setup(config, tokenizer, dataset, validation)
 
-`setup` and `distillation_train` of `nemo_rl.algorithms.distillation` then do all the rest: data, generation,
-validation, checkpoints, logging. Importing this module imports NeMo-RL.
+`setup` and `distillation_train` of `nemo_rl.algorithms.distillation` do the rest: data, generation, validation,
+checkpoints, logging. Importing this module imports NeMo-RL.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_oprd.integrations.rl_batch import HIDDEN_WEIGHT, OUTPUT_WEIGHT, Settings, with_weights
 
 ACTOR = "nemo_oprd.integrations.rl_actor.OPRDActor"
-# what the loop reads from a teacher of its own, which there is not
+# the loop's settings of a separate teacher, which does not exist here
 _TEACHERS_OWN = ("teacher_topk_logits", "teacher_topk_indices")
 
 
 class OPRDPolicy(Policy):
-    """NeMo-RL's policy with `OPRDActor` as its worker. `policy.oprd` has the settings."""
+    """NeMo-RL's policy with `OPRDActor` as its worker and the settings in `policy.oprd`."""
 
     def __init__(self, *args: Any, config: dict[str, Any], **kwargs: Any) -> None:
-        """As NeMo-RL's policy. Raises ValueError if the settings are wrong, or the backend is not Megatron's."""
+        """Builds NeMo-RL's policy. Raises ValueError if the settings are wrong, or the backend is not Megatron's."""
         self._settings = Settings.read(config)
         if not config.get("megatron_cfg", {}).get("enabled", False):
             raise ValueError(
@@ -46,7 +46,7 @@ class OPRDPolicy(Policy):
         timer: Any = None,
         check_dim_skip_keys: Any = None,
     ) -> dict[str, Any]:
-        """As NeMo-RL's, with the weights of the supervised tokens in the data. Raises ValueError as `with_weights`."""
+        """Adds the weights of the supervised tokens and calls NeMo-RL's `train`; ValueError as `with_weights`."""
         for name in (*_TEACHERS_OWN, HIDDEN_WEIGHT, OUTPUT_WEIGHT):
             data.pop(name, None)
         with_weights(data, self._settings.loss, gbs or self.cfg["train_global_batch_size"])
@@ -54,25 +54,25 @@ class OPRDPolicy(Policy):
 
 
 class TeacherInWorkers:
-    """Takes the place of the loop's teacher policy: the student's workers hold the teacher."""
+    """Replaces the loop's teacher policy: the student's workers hold the teacher."""
 
     def prepare_for_lp_inference(self) -> None:
-        """Nothing to load."""
+        """Does nothing: there is no model to load."""
 
     def get_topk_logits(self, data: Any, k: int, **_: Any) -> dict[str, None]:
-        """Nothing; `OPRDPolicy.train` takes the empty entries out of the data again."""
+        """Returns empty entries, which `OPRDPolicy.train` removes from the data again."""
         return {"topk_logits": None, "topk_indices": None}
 
     def offload_after_refit(self) -> None:
-        """Nothing to unload."""
+        """Does nothing: there is no model to unload."""
 
 
 @contextmanager
 def policies_of(distillation: Any) -> Iterator[None]:
-    """While it lasts, `distillation.setup` builds these policies in place of NeMo-RL's.
+    """Makes `distillation.setup` build these policies in place of NeMo-RL's, within the context.
 
     Args:
-        distillation: the module `nemo_rl.algorithms.distillation`, whose `setup` knows no other way to name a worker.
+        distillation: the module `nemo_rl.algorithms.distillation`, whose `setup` has no argument for the worker.
     """
 
     def make(*args: Any, name_prefix: str = "lm_policy", **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 `train` is NeMo-RL's own. Before a microbatch's forward pass, a hook of the model runs this stage of the teacher on it
 and puts the observer into the `packed_seq_params`. The observer injects each layer's gradient in the backward pass. Any
-loss function of NeMo-RL may be trained beside it.
+loss function of NeMo-RL can be added to it.
 
 Importing this module imports NeMo-RL, with Ray and Megatron-Bridge. B sequences, S their tokens on this rank.
 """
@@ -23,15 +23,15 @@ from nemo_oprd.megatron.adopt import adopt, observed, unwrapped
 
 
 class OPRDWorker(MegatronPolicyWorkerImpl):
-    """One rank. Ray needs it decorated: `nemo_oprd.integrations.rl_actor`."""
+    """The worker of one rank. Ray needs it decorated: `nemo_oprd.integrations.rl_actor`."""
 
     sampling_params: Any  # set by NeMo-RL's constructor
 
     def __init__(self, config: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As NeMo-RL's worker, with the teacher that `policy.oprd` names.
+        """Builds NeMo-RL's worker, and the teacher that `policy.oprd` names.
 
         Raises:
-            ValueError: the settings are wrong (before anything is built), or the models cannot be served.
+            ValueError: the settings are wrong (raised before it builds a model), or the models are not supported.
         """
         settings = Settings.read(config)
         if config["megatron_cfg"].get("use_linear_ce_fusion_loss", False):
@@ -64,7 +64,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         mbs: int | None = None,
         check_dim_skip_keys: Any = None,
     ) -> dict[str, Any]:
-        """NeMo-RL's `train`; the result has the metrics of the hidden states, too.
+        """Calls NeMo-RL's `train`; adds the metrics of the hidden states to the result.
 
         `global_loss` has the weighted sum of both losses. `all_mb_metrics` has `rep/loss` and the metrics of the
         layers (docs/runs.md), as parts that sum up to the value over the data-parallel ranks.
@@ -88,7 +88,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         restore = after_backward(get_model_config(self.model), self._finish)
         try:
             if isinstance(loss_fn, OPRDOutputLoss):
-                # NeMo-RL divides by the sampling's temperature what every pipeline stage returns, hidden states, too
+                # NeMo-RL divides the output of every pipeline stage, also hidden states, by the sampling temperature
                 self.sampling_params = None
             result = super().train(data, loss_fn, eval_mode, gbs, mbs, check_dim_skip_keys)
         finally:
@@ -107,12 +107,12 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
             )
 
     def _finish(self) -> None:
-        """After the last backward pass of an update, on every rank."""
+        """Collects the metrics after the last backward pass of an update, on every rank."""
         self._teacher.wait()
         self._updates.append(self._oprd.finish())
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict] | None:
-        """The hook: the teacher's forward pass, and the student's observer in `packed_seq_params`."""
+        """Hook of the model: runs the teacher's forward pass, puts the student's observer into `packed_seq_params`."""
         if not self._training:
             return None
         kwargs = dict(kwargs)
@@ -139,7 +139,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         # NeMo-RL divides the loss of an update by the number of updates, so that the sum over them is their mean
         losses = torch.tensor([weight * update["rep/loss"] / len(self._updates) for update in self._updates])
         result["global_loss"] = result["global_loss"] + losses.to(result["global_loss"])
-        # the driver logs the sum of these over all microbatches and workers, in the place of `global_loss`
+        # the driver logs the sum of these over all microbatches and workers in place of `global_loss`
         parts = len(self._updates) * self.dp_size
         result["all_mb_metrics"].setdefault("loss", []).extend((losses / self.dp_size).tolist())
         for name in self._updates[0]:
@@ -148,11 +148,11 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         return result
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """As NeMo-RL's; the teacher moves to the device, too."""
+        """Calls NeMo-RL's method, and moves the teacher to the device, too."""
         super().prepare_for_training(*args, **kwargs)
         self._teacher.model.to("cuda")
 
     def offload_before_refit(self) -> None:
-        """As NeMo-RL's; the teacher leaves the device, too, which the generation may need."""
+        """Calls NeMo-RL's method, and moves the teacher off the device, whose memory the generation may need."""
         self._teacher.model.to("cpu")
         super().offload_before_refit()

@@ -1,9 +1,9 @@
 """A frozen teacher in the student's process and parallel layout, for loops of other programs.
 
 The loop runs the student's stages in an order of its own. This stage of the teacher runs on a microbatch just before
-the student's stage does, and sends its output to the next stage by itself, over groups of its own. So no stage waits
-for another one that has not been called yet, whatever the schedule's order, and only the targets of microbatches in
-flight are kept.
+the student's stage does, and sends its output to the next stage over groups of its own. So no stage waits for another
+one that the schedule calls later, whatever the schedule's order, and memory holds only the targets of microbatches in
+flight.
 
 B sequences of a microbatch, S their tokens, D width, V vocabulary of one tensor rank.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nemo_oprd.megatron.adopt import adopt, unwrapped
 from nemo_oprd.megatron.observed_layer import ObservedSequences
 
-# settings of a model provider that the teacher's must share with the student's: layout, precision, and where it is
+# settings of a model provider that the teacher's shares with the student's: layout, precision, device
 _SHARED = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
     "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
@@ -30,7 +30,7 @@ _SHARED = (
 
 
 class TeacherBeside:
-    """This rank's stage of an adopted, frozen teacher: `model`, wrapped or not."""
+    """This rank's stage of an adopted, frozen teacher; `model` may be wrapped."""
 
     def __init__(self, model: torch.nn.Module, pipeline: dist.ProcessGroup) -> None:
         """Makes groups like the student's `pipeline`; every rank of the job calls this at the same place."""
@@ -47,17 +47,17 @@ class TeacherBeside:
         *,
         logits: bool = False,
     ) -> torch.Tensor | None:
-        """The forward pass of this stage, with a hand-over from and to its neighbours.
+        """Runs this stage's forward pass, receives from the stage before and sends to the next one.
 
         Args:
-            tokens_BS: what the student's stage is about to read.
+            tokens_BS: the next tokens of the student's stage.
             sequences: with the teacher's observer.
             logits: whether the last stage returns its logits [B, S, V]; the same on all stages.
         """
         model: Any = unwrapped(self.model)
         # on the last stage a GPTModel without post_process returns its final hidden state
         model.post_process = self._last and logits
-        self.wait()  # for the microbatch before; its receiver has been called by now
+        self.wait()  # for the last microbatch; its receiver has run by now
         with torch.no_grad():
             if self._links.previous is not None:
                 model.set_input_tensor(self._links.receive(tokens_BS, model))
@@ -67,7 +67,7 @@ class TeacherBeside:
         return output if model.post_process else None
 
     def wait(self) -> None:
-        """Waits until the next stage has received what was sent last; called at the end of an update, too."""
+        """Waits until the next stage has received the last output; also called at the end of an update."""
         if self._sent is not None:
             self._sent[0].wait()
             self._sent = None
@@ -103,7 +103,7 @@ def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> Teache
 
 
 def after_backward(config: Any, then: Callable[[], None]) -> Callable[[], None]:
-    """Has `then` called after the last backward pass of every update, on every rank, before the optimizer's step.
+    """Makes Megatron call `then` after the last backward pass of every update, on every rank, before the optimizer.
 
     Megatron's schedules call the `finalize_model_grads_func` of a model's config there. Call the result, which restores
     the config, before anything writes the config into a checkpoint.
@@ -123,13 +123,13 @@ def after_backward(config: Any, then: Callable[[], None]) -> Callable[[], None]:
 
 
 def local_hf_config(provider: Any) -> Path | None:
-    """The directory of the Hugging Face model that a provider was made of, if it is on this machine."""
+    """Returns the directory of the Hugging Face model behind a provider, if it is on this machine."""
     name = getattr(provider, "hf_model_id", None)
     return Path(name) if name and (Path(name) / "config.json").is_file() else None
 
 
 class _Links:
-    """A stage's neighbours in the pipeline, as the teacher's outputs pass them, in groups apart from the student's."""
+    """A stage's neighbours in the pipeline, for the teacher's outputs, in groups apart from the student's."""
 
     def __init__(self, pipeline: dist.ProcessGroup) -> None:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -144,13 +144,13 @@ class _Links:
         self.next = mine[place + 1] if place + 1 < len(mine) else None
 
     def send(self, hidden_SBD: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
-        """(Handle to wait for, the tensor, which must live until then)."""
+        """Sends an output; returns (handle to wait for, the tensor, which must live until then)."""
         work = dist.isend(hidden_SBD, self.next, group=self._group)
         assert work is not None
         return work, hidden_SBD
 
     def receive(self, tokens_BS: torch.Tensor, model: Any) -> torch.Tensor:
-        """The hidden state [S, B, D] of the stage before, for the next stage of `model`."""
+        """Receives the hidden state [S, B, D] of the stage before, the input of this stage of `model`."""
         (batch, length), config = tokens_BS.shape, model.config
         parts = model.decoder.tp_group.size() if config.sequence_parallel else 1
         dtype = config.pipeline_dtype or config.params_dtype

@@ -1,12 +1,12 @@
-"""A tokenizer of NeMo as the tokenizer of a model directory.
+"""Conversion of a NeMo tokenizer to the tokenizer files of a model directory.
 
-This project reads a model's tokenizer from files of Hugging Face beside the model. NeMo has objects: its
+This project reads a model's tokenizer from Hugging Face files in the model directory. NeMo has objects: its
 `AutoTokenizer` wraps such files, its `SentencePieceTokenizer` wraps a SentencePiece model. `write_tokenizer` writes
 either one as files, and `with_tokenizer` makes a directory with the weights of a model (links) and such files. Both
-compare ids before anything uses the files. NeMo is not imported: the objects inside its wrappers are enough.
+compare ids before a model uses the files. The module does not import NeMo: it reads the objects inside NeMo's wrappers.
 
 Left out: NeMo's chat templates with `roles`, which are no Jinja; other tokenizers of NeMo (characters, regular
-expressions, tiktoken), because no supported model family comes with one.
+expressions, tiktoken), because no supported model family has one.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def write_tokenizer(tokenizer: Any, directory: str | Path, chat_template: str | 
 
 
 def with_tokenizer(model: ModelSource, tokenizer: Any, target: str | Path, chat_template: str | None = None) -> Path:
-    """`target`: a model directory or Megatron checkpoint with the weights of `model` (links) and another tokenizer.
+    """Makes `target`: a model directory or Megatron checkpoint with `model`'s weights (links) and another tokenizer.
 
-    Several processes may make the same one. A target that is there is used again. For the tokenizer and the template
-    see `write_tokenizer`.
+    Several processes may make the same target; an existing one is used again. For the tokenizer and the template see
+    `write_tokenizer`.
 
     Raises:
-        ValueError: as `write_tokenizer`; there is no such model, or `target` is there with another model or tokenizer.
+        ValueError: as `write_tokenizer`; the model does not exist, or `target` has another model or tokenizer.
     """
     files, target = model_directory(model).resolve(), Path(target)
     if not (files / "config.json").is_file():
@@ -101,7 +101,7 @@ def with_tokenizer(model: ModelSource, tokenizer: Any, target: str | Path, chat_
         except OSError as error:
             if not target.is_dir():
                 raise
-            if _content(partial) != _content(target):  # it is of another process, or of an earlier start of this run
+            if _content(partial) != _content(target):  # another process or an earlier start made it
                 raise ValueError(
                     f"{target}: made for another model or tokenizer than {model.path} with the tokenizer of this run; "
                     "expected the same ones: choose another run directory"
@@ -134,7 +134,7 @@ def _link(entries: Iterable[Path], directory: Path) -> None:
 
 
 def _content(directory: Path) -> dict[str, str | bytes]:
-    """Per file below a directory of `with_tokenizer`: where its link leads, or what it holds."""
+    """Reads per file below a directory of `with_tokenizer` the target of its link, or its content."""
     return {
         str(file.relative_to(directory)): os.readlink(file) if file.is_symlink() else file.read_bytes()
         for file in directory.rglob("*")  # does not follow links to directories
@@ -164,7 +164,7 @@ def _compare(tokenizer: Any, written: Tokenizer) -> None:
 
 
 def _from_sentencepiece(tokenizer: Any) -> Any:
-    """A fast tokenizer of transformers for a SentencePiece model and the special tokens of NeMo's legacy mode."""
+    """Makes a fast tokenizer of transformers for a SentencePiece model and the special tokens of NeMo's legacy mode."""
     from sentencepiece import sentencepiece_model_pb2 as messages
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -186,7 +186,7 @@ def _from_sentencepiece(tokenizer: Any) -> Any:
 
 
 def _backend(proto: Any) -> Any:
-    """A tokenizer of the library `tokenizers` that does what the SentencePiece model says, without added tokens."""
+    """Makes a tokenizer of the library `tokenizers` that acts as the SentencePiece model, without added tokens."""
     from tokenizers import Regex, decoders, models, normalizers
     from tokenizers import Tokenizer as Backend
 
@@ -224,7 +224,7 @@ def _backend(proto: Any) -> Any:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """The pairs of pieces that BPE joins, first those whose joined piece has the highest score."""
+    """Lists the pairs of pieces that BPE joins, highest score of the joined piece first."""
     ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     normal = [piece for piece in proto.pieces if piece.type == proto.SentencePiece.NORMAL and len(piece.piece) > 1]
     merges = []

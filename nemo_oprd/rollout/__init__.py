@@ -1,1 +1,1 @@
-"""Rollouts: sampled from the student, or read from a file of recorded ones."""
+"""Rollouts, which an engine samples from the student or a file of recorded ones provides."""

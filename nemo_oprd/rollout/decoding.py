@@ -1,11 +1,11 @@
-"""In-process generation: prefill and token-by-token decoding of ragged batches on a Megatron model with one stage.
+"""In-process generation: sampling of a token from logits, generation without a cache, and decoding with a KV cache.
 
-Prompts are right-padded. Every sequence has its own positions, its keys and values are at those positions in the cache,
-and finished sequences leave the batch. Sampling inverts the cumulative distribution at one uniform number per token, so
-the caller controls the randomness of every response.
+Cached decoding runs ragged batches on a Megatron model with one stage. Prompts are right-padded. Every sequence has its
+own positions in the cache, and finished sequences leave the batch. Sampling inverts the cumulative distribution at one
+uniform number per token, so the caller controls the randomness of every response.
 
-The host knows all lengths and positions by itself. It waits for the device only every `ASK_EVERY` tokens, to learn
-which sequences are finished.
+The host tracks all lengths and positions. It waits for the device only every `ASK_EVERY` tokens, to learn which
+sequences are finished.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_oprd.megatron.router_replay import Routes
 from nemo_oprd.rollout.expert_routes import RouteRecord
 from nemo_oprd.rollout.response import Response
 
-# One token per sequence from its logits: temperature, then the nucleus of top-p, then one uniform number.
+# Sampling of one token per sequence from its logits: temperature, then top-p, then one uniform number.
 
 
 class SampledColumns:
@@ -38,13 +38,13 @@ class SampledColumns:
         self._gaps = torch.from_numpy(~sampled.mask).to(device) if sampled.gaps else None
 
     def of(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """[B, V or more] logits -> [B, limit], with minus infinity for ids that are not sampled; a view of the same."""
+        """Masks [B, V or more] logits -> [B, limit], a view, with minus infinity for ids that must not be sampled."""
         kept = logits_BV[:, : self._limit]
         return kept if self._gaps is None else kept.masked_fill_(self._gaps, -torch.inf)
 
 
 def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """One id per row of [B, V] logits: the smallest id whose cumulative probability exceeds `uniform` (in [0, 1)).
+    """Picks one id per row of [B, V] logits: the smallest id whose cumulative probability exceeds `uniform` in [0, 1).
 
     `temperature` 0 is greedy. `top_p` keeps the most likely ids until their total probability reaches `top_p`.
     """
@@ -52,7 +52,7 @@ def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: f
         return logits_BV.argmax(-1)
     probability = torch.softmax(logits_BV.double() / temperature, dim=-1)
     if top_p < 1:
-        # sorted as float32 logits, which have the same order; ids of equal logits are kept from the lowest id on
+        # sorts float32 logits, which have the same order; keeps ids of equal logits from the lowest id on
         ids = logits_BV.sort(dim=-1, descending=True, stable=True).indices
         ordered = probability.gather(-1, ids)
         ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
@@ -62,10 +62,10 @@ def pick_tokens(logits_BV: torch.Tensor, uniform_B: torch.Tensor, temperature: f
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits_BV.shape[-1] - 1)
 
 
-# In-process generation without a cache, for models that Megatron-Bridge builds: every token is a pass over all others.
+# Generation without a cache, for models that Megatron-Bridge builds: every token takes a pass over the whole sequence.
 #
-# A response of n tokens costs about n times as much as reading it. That is for trying a family, for tests and for toys;
-# vLLM is for anything else. Any model samples this way, whatever its layers keep between tokens: keys and values,
+# A response of n tokens costs about n forward passes. Use it to try a family, in tests and for toys, and vLLM for
+# anything else. Any model samples this way, whatever its layers keep between tokens: keys and values,
 # narrow states, or the state of a gated delta net.
 
 
@@ -113,7 +113,7 @@ def generate_whole_sequences(
 
 
 def _last_logits(model: Any, role: Role, sequences: list[list[int]]) -> torch.Tensor:
-    """The logits [B, padded V] after each sequence."""
+    """Computes the logits [B, padded V] after each sequence."""
     rollouts = [Rollout(np.array([], np.int32), np.array(ids, np.int32)) for ids in sequences]
     pack = Pack.build(list(range(len(rollouts))), [len(ids) for ids in sequences], role.layout)
     microbatch = make_microbatch(pack, rollouts, role, None, None)
@@ -123,9 +123,9 @@ def _last_logits(model: Any, role: Role, sequences: list[list[int]]) -> torch.Te
     return model.logits(hidden.index_select(0, last))[:, 0]
 
 
-# Finished sequences are removed once they make up this share of the batch; removing them copies the cache.
+# Cached decoding. Finished sequences leave the batch once they are this share of it; removing them copies the cache.
 COMPACT_AT = 0.25
-# Tokens between two questions to the device which sequences are finished; at most that many tokens are wasted.
+# Tokens between two reads of the device's finished flags; a finished sequence wastes at most that many tokens.
 ASK_EVERY = 32
 # The cache is read in multiples of this many positions, because fused kernels want aligned masks.
 MASK_GRAIN = 8
@@ -229,7 +229,7 @@ class _Batch:
         self.routes = RouteRecord.empty(model, count, self.cache.max_length) if record_routes else None
 
     def prefill(self) -> torch.Tensor:
-        """Runs the prompts; the hidden states of their last tokens, [1, B, D]."""
+        """Runs the prompts; returns the hidden states of their last tokens, [1, B, D]."""
         count, longest = self.ids.shape
         self.cache.positions = torch.arange(longest, device=self.ids.device).expand(count, longest)
         self.cache.used, self.cache.lengths = longest, self.lengths
@@ -237,7 +237,7 @@ class _Batch:
         return hidden[self.lengths - 1, self.alive][None]
 
     def _run(self, ids: torch.Tensor) -> torch.Tensor:
-        """Runs the tokens [b, s] at `cache.positions`; their hidden states [s, b, D]."""
+        """Runs the tokens [b, s] at `cache.positions`; returns their hidden states [s, b, D]."""
         routes = None if self.routes is None else Routes()
         hidden = self.model(ids, DecodeParams(cache=self.cache, routes=routes))
         if self.routes is not None and routes is not None:
@@ -246,7 +246,7 @@ class _Batch:
         return hidden
 
     def sample(self, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
-        """Samples token t of every sequence in the batch from the states [1, b, D] before it; its ids [b]."""
+        """Samples token t of every sequence in the batch from the states [1, b, D] before it; returns its ids [b]."""
         logits, alive = self.columns.of(self.model.logits(last)[0]), self.alive
         token = pick_tokens(logits, self.draws[alive, t], temperature, top_p)
         fresh = ~self.finished[alive]
@@ -257,7 +257,7 @@ class _Batch:
         return token
 
     def drop_finished(self, token: torch.Tensor) -> torch.Tensor:
-        """Takes finished sequences out of the batch, if enough of them are in it; the remaining ids [b]."""
+        """Removes finished sequences from the batch, once they are a large enough share; returns the other ids [b]."""
         done = self.finished[self.alive].tolist()
         if sum(done) < COMPACT_AT * len(done):
             return token
@@ -269,7 +269,7 @@ class _Batch:
         return token[keep]
 
     def decode(self, token: torch.Tensor, t: int) -> torch.Tensor:
-        """Runs token t [b] of every sequence in the batch; its hidden states [1, b, D]."""
+        """Runs token t [b] of every sequence in the batch; returns its hidden states [1, b, D]."""
         cache, alive = self.cache, self.alive
         # finished sequences that are still in the batch write to cache slots that nothing reads
         position = (self.lengths[alive] + t).clamp_max(cache.max_length - 1)

@@ -15,11 +15,11 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.data.conversation import Message, Tool
 from nemo_oprd.megatron.weights.hf import TensorReader
 
-# makes the stream of (HF name, whole tensor) of a model, each tensor once; see `RolloutEngine.update_weights`
+# a function that makes the stream of (HF name, whole tensor) of a model, each tensor once
 WeightStream: TypeAlias = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-# takes complete responses by the index of their request; see `RolloutEngine.generate`
+# a function that receives complete responses by the index of their request; see `RolloutEngine.submit`
 Keep: TypeAlias = Callable[[dict[int, Rollout]], None]
-# whether the responses to these requests, by their indices, are all that is waited for; see `RolloutEngine.gather`
+# decides whether the responses to these requests, by their indices, are all to wait for; see `RolloutEngine.gather`
 Enough: TypeAlias = Callable[[AbstractSet[int]], bool]
 
 # the first number of a sampling key, so that training and evaluation never share random numbers
@@ -29,8 +29,8 @@ TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 class GenerationCancelled(Exception):  # noqa: N818 - not an error
     """The caller cancelled the generation before all responses were complete.
 
-    `completed` maps the index of a request to its rollout, for the responses that `generate` can take back as `done`;
-    it is the same on every rank.
+    `completed` maps the index of a request to its rollout, for the responses that `generate` accepts as `done`; it is
+    the same on every rank.
     """
 
     def __init__(self, completed: dict[int, Rollout] | None = None) -> None:
@@ -40,11 +40,11 @@ class GenerationCancelled(Exception):  # noqa: N818 - not an error
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample.
+    """Parameters of sampling.
 
     `key` seeds the randomness. Response i of a call draws from (*key, i) alone, so the responses depend neither on the
     engine's layout nor on what was sampled before. `max_new_tokens` limits each response. `record_routes` asks an
-    engine that can to record `Rollout.expert_routes`.
+    engine to record `Rollout.expert_routes` if it can.
     """
 
     temperature: float
@@ -54,11 +54,11 @@ class SamplingParams:
     record_routes: bool = False
 
     def key_of(self, request: Request, index: int) -> tuple[int, ...]:
-        """What seeds the response to a request, which is number `index` of a call."""
+        """The seed of the response to a request, which is number `index` of a call."""
         return (*self.key, index) if request.key is None else request.key
 
     def limit_of(self, request: Request, max_positions: int) -> int:
-        """The most tokens of the response to a request."""
+        """The largest number of tokens of the response to a request."""
         most = self.max_new_tokens if request.most is None else min(request.most, self.max_new_tokens)
         return min(most, max_positions - len(request.prompt_ids))
 
@@ -71,9 +71,9 @@ class Request:
     same one, unless `teacher.prompt` is set. `tools` are those that the model may call in both.
 
     A request that continues a response has its `begun` tokens at the end of `prompt_ids`. `key` seeds its randomness in
-    place of the call's, and `most` limits its tokens further. `sampled` is how the response is sampled, and its number
-    there, if it is not one of its call's. Servers begin requests with a lower `turn` first. The in-process engine knows
-    neither of these two.
+    place of the call's, and `most` limits its tokens further. `sampled` overrides the call's sampling parameters
+    and the number of the response. Servers begin requests with a lower `turn` first. The in-process engine ignores
+    these two.
     """
 
     prompt_ids: list[int]
@@ -92,7 +92,7 @@ class Request:
     def answered(
         self, ids: np.ndarray | Sequence[int], *, finished: bool, cut: bool = False, **recorded: Any
     ) -> Rollout:
-        """The rollout of a response; with `finished`, the last id ends it. `recorded`: further fields of `Rollout`.
+        """Makes the rollout of a response; with `finished`, the last id ends it. `recorded`: more fields of `Rollout`.
 
         `cut`: the response may go on.
         """
@@ -109,7 +109,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights an engine has: the number of optimizer steps behind them, and a digest of them if it has one.
+    """Identity of an engine's weights: the number of optimizer steps behind them, and their digest, if it has one.
 
     Equal tensors have equal digests, whatever the engine and the layout (`nemo_oprd_buckets.Digest`).
     """
@@ -120,12 +120,12 @@ class Weights:
 
 @dataclass
 class Ticket:
-    """What was asked of an engine, from `submit` to `collect`; engines add what they need in between.
+    """Handle of a call to an engine, from `submit` to `collect`; engines add fields of their own.
 
     Attributes:
-        served: after `collect` or `cut`, per server when it began and when its last response came. Times are seconds
-            since the epoch.
-        given: the requests whose whole responses `gather` or `cut` have returned.
+        served: after `collect` or `cut`, per server when it began and when its last response arrived, in seconds since
+            the epoch.
+        given: indices of the requests whose whole responses `gather` or `cut` have returned.
     """
 
     requests: list[Request]
@@ -140,8 +140,8 @@ class Ticket:
 class RolloutEngine(Protocol):
     """Samples from one model. Every rank of the world builds one and calls its methods with the same arguments.
 
-    The interface names tensors as Hugging Face does, so that an engine can be a separate program. `metrics` are those
-    of the last call of `collect` or `generate`, by their names in metrics.jsonl. `weights` says what is sampled from.
+    Tensors have their Hugging Face names, so that an engine can be a separate program. `metrics` are those of the last
+    `collect` or `generate`, by their names in metrics.jsonl. `weights` are those to sample from.
     """
 
     metrics: dict[str, float]
@@ -154,17 +154,17 @@ class RolloutEngine(Protocol):
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> Ticket:
-        """Asks for one rollout per request, from the weights of now. There is one ticket at a time.
+        """Requests one rollout per request, from the current weights; returns a ticket. Only one may be open.
 
         An engine with servers of its own begins to sample; one in the trainer's processes samples in `collect`. In
-        between the trainer may compute; the weights of the stream must stay what they are, because a server that dies
-        gets them again.
+        between the trainer may compute, but must not change the weights of the stream: the engine sends them again to
+        a server that dies.
 
         Args:
             done: rollouts that an interrupted call with the same arguments completed, by the index of their request.
-            keep: called with responses as soon as they are complete, by the index of their request, so that they
-                outlive this process. It is called on the one rank that has them, perhaps from another thread, and not
-                for `done` unless the engine samples these again. What it raises ends `collect`.
+            keep: receives responses as soon as they are complete, by the index of their request, so that they outlive
+                this process. The one rank that has them calls it, perhaps from another thread, and not for
+                `done` unless the engine samples these again. An exception that it raises ends `collect`.
 
         Raises:
             ValueError: a prompt leaves no room for a response.
@@ -173,11 +173,11 @@ class RolloutEngine(Protocol):
     def collect(
         self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
-        """The rollouts of a ticket, in the order of its requests, the same on every rank.
+        """Waits for the rollouts of a ticket; returns them in the order of its requests, the same on every rank.
 
         Args:
             should_cancel: called repeatedly on every rank; True asks to stop. The ranks' answers may differ.
-            last: whether the weights are replaced before anything else is sampled, so that they need not be kept.
+            last: whether the caller replaces the weights before it samples again, so that the engine may drop them.
 
         Raises:
             GenerationCancelled: on all ranks, if `should_cancel` stopped one of them before its part was complete.
@@ -186,25 +186,25 @@ class RolloutEngine(Protocol):
     def gather(
         self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
-        """Waits until enough responses of a ticket are complete, while the others go on; in place of `collect`.
+        """Waits until enough responses of a ticket are complete, while the others continue; replaces `collect`.
 
         Args:
-            enough: told which responses are complete. It must say yes when all of them are.
+            enough: receives the indices of complete responses. It must return True when all are complete.
 
         Returns:
             All complete responses that no earlier call has returned, by the index of their request; the same on every
             rank.
 
         Raises:
-            GenerationCancelled: as `collect`, with all responses that are complete. The ticket is over.
+            GenerationCancelled: as `collect`, with all responses that are complete. The ticket is closed.
         """
 
     def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
-        """Ends a ticket with what there is, before the weights change; after `gather`, or without it.
+        """Stops a ticket now, before the weights change; returns its complete responses and partial ones.
 
         Returns:
-            What `gather` would return, and the tokens so far of responses that were under way (`finish_reason` None).
-            Requests of which nothing was sampled are left out.
+            The result of `gather`, and the tokens so far of unfinished responses (`finish_reason` None), without
+            requests that have no sampled token.
 
         Raises:
             GenerationCancelled: as `gather`, where a cut has to wait for responses.
@@ -220,17 +220,17 @@ class RolloutEngine(Protocol):
         *,
         last: bool = False,
     ) -> list[Rollout]:
-        """`submit` and `collect`."""
+        """Calls `submit` and `collect`."""
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """Replaces the weights to sample from.
 
         Args:
-            weights: makes the stream of (HF name, whole tensor); the same stream on every rank that trains the model,
-                empty on the other ranks. Producing it is a collective operation, so an engine consumes all of it on
+            weights: makes the stream of (HF name, whole tensor), the same on every rank that trains the model, empty on
+                the other ranks. Producing it is a collective operation, so an engine consumes all of it on
                 every rank, or none of it on any rank. A tensor is valid until the next one is requested. An engine may
-                call this again until the next `update_weights`, when a part of it has lost the weights; they must not
-                change while it samples.
+                call this again until the next `update_weights`, if a server has lost the weights; the trainer must not
+                change them while the engine samples.
             step: number of optimizer steps behind these weights.
         """
 
@@ -245,17 +245,17 @@ class RolloutEngine(Protocol):
         """
 
     def rest(self) -> None:
-        """Says that nothing is sampled before the next `update_weights`; an engine that shares memory gives it back.
+        """Announces that no call samples before the next `update_weights`; an engine that shares memory gives it back.
 
         Every rank calls this. `generate` with `last` does the same at its end.
         """
 
     def close(self) -> None:
-        """Ends what the engine has started; it can't be used afterwards."""
+        """Ends the processes and threads of the engine; the engine can't be used afterwards."""
 
 
 class Generates:
-    """What an engine with `submit` and `collect` has for free."""
+    """Default `generate`, `gather` and `cut` of an engine that has `submit` and `collect`."""
 
     def generate(
         self: RolloutEngine,
@@ -273,7 +273,7 @@ class Generates:
     def gather(
         self: RolloutEngine, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
-        """See `RolloutEngine`: an engine that samples in `collect` has all responses at once."""
+        """See `RolloutEngine`; an engine that samples in `collect` has all responses at once."""
         if len(ticket.given) == len(ticket.requests):
             return {}
         ticket.given.update(range(len(ticket.requests)))

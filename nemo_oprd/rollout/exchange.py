@@ -1,10 +1,10 @@
-"""Packed arrays of single ranks -> every rank, through host memory only: how sampled responses reach the trainer.
+"""Exchange of sampled responses: packed arrays of single ranks -> every rank, through host memory only.
 
 Each machine gets every array once, in one file of its shared memory that all of its ranks map, or on its disk if the
 shared memory is too small for it. Every byte is reserved before it is touched: where there is no room for a page of a
 mapped file, touching it ends the process (SIGBUS). Between machines the bytes go over gloo, from one rank per machine
-to the others, one broadcast per machine and without padding. Nothing is pickled but the sizes, and nothing passes
-through a GPU.
+to the others, one broadcast per machine and without padding. Only the sizes are pickled, and no byte passes
+through a GPU. `first_ranks_rollouts` sends the rollouts that the first rank has read from a file to all ranks.
 
 A rank's plan needs some of the responses only, but the plans of the student and of the teachers, whose layouts differ,
 need different ones, and all ranks compute the plans from all responses. A token takes 8 bytes (id and log-probability),
@@ -34,10 +34,10 @@ from nemo_oprd.runtime.signals import agree
 
 logger = logging.getLogger(__name__)
 
-# what is shared of one item, by name; equal names have equal dtypes and shapes but for the first dimension
+# the arrays of one item, by name; arrays of one name have the same dtype, and shapes that differ in the first dimension
 Columns: TypeAlias = "dict[str, np.ndarray]"
 SHARED_MEMORY = Path("/dev/shm")
-# the most bytes of one broadcast
+# the largest number of bytes of one broadcast
 PIECE_BYTES = 256 << 20
 _EXPECTED = (
     "; expected room for all responses of a step, once per machine, in shared memory or on disk: enlarge /dev/shm "
@@ -49,13 +49,13 @@ _ALIGNMENT = 16
 
 
 def machine_name() -> str:
-    """Names the machine of this process, the same for all of its ranks; nodes of a test cluster share a host name."""
+    """Returns the name of this process's machine, equal on all its ranks; nodes of a test cluster share a host name."""
     return f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
 
 
 @dataclass(frozen=True)
 class PackedArray:
-    """Where an array lies in a part: `start` counts bytes from the beginning of the part."""
+    """Place of an array in a part: `start` counts bytes from the beginning of the part."""
 
     name: str
     dtype: str
@@ -64,13 +64,13 @@ class PackedArray:
 
     @property
     def end(self) -> int:
-        """The byte after its last one."""
+        """The first byte behind the array."""
         return self.start + int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank shares: `count` items, of which every column is one array.
+    """Layout of one rank's items: `count` of them, of which every column is one array.
 
     The arrays are the items' keys, int32 [count]; per column the lengths of its items, int32 [count], -1 for an item
     without it; and per column the rows of all items, one after another.
@@ -81,13 +81,13 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Bytes of the part."""
         return _aligned(self.arrays[-1].end) if self.arrays else 0
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before they share: its part; a leader also its machine's file, or what failed.
+    """Message of a rank before the exchange: its part; from a leader also its machine's file, or its error.
 
     `on_disk`: the file is not in shared memory.
     """
@@ -102,10 +102,10 @@ class Exchange:
     """Shares items among all ranks. Every rank of the world makes one and calls it alike.
 
     Args:
-        preferred: ranks that speak for their machine; where there is none, the machine's first rank does.
-        folder: where such a rank makes its file; whoever removes this folder removes what a killed rank left. A file
-            for which there is no room is in a folder of its own among the temporary files of the machine (TMPDIR), and
-            so are all later ones.
+        preferred: ranks that lead their machine; a machine without one is led by its first rank.
+        folder: where a leader makes its file; removing this folder removes the files of a killed rank. If it has no
+            room, the leader makes this file and all later ones in a new folder among the machine's temporary files
+            (TMPDIR).
     """
 
     def __init__(self, preferred: Iterable[int] = (), folder: Path | None = None) -> None:
@@ -126,7 +126,7 @@ class Exchange:
         return self._leader_of[self._rank] == self._rank
 
     def share(self, own: dict[int, Columns]) -> dict[int, Columns]:
-        """The items of all ranks; keys of different ranks differ.
+        """Returns the items of all ranks; keys of different ranks differ.
 
         The arrays are read-only views of one mapping, whose memory lives as long as one of them.
 
@@ -142,7 +142,7 @@ class Exchange:
         return shared
 
     def _share(self, part: Part, arrays: list[np.ndarray]) -> dict[int, Columns] | None:
-        """As `share`; None on every rank if a machine had no room, whose next file is on disk."""
+        """Does the work of `share`; returns None on every rank if a machine had no room, whose next file is on disk."""
         offers = everyones(self._offer(part))
         own_file = offers[self._rank].file
         if own_file is not None and any(offer.problem for offer in offers):
@@ -173,7 +173,7 @@ class Exchange:
         return items
 
     def _offer(self, part: Part) -> _Offer:
-        """With the file of this machine, which is empty until everybody has opened it and it has lost its name."""
+        """Makes the offer; a leader's has its machine's file, empty until all ranks have opened and unlinked it."""
         if not self._leads:
             return _Offer(part)
         folder = self._folder
@@ -193,7 +193,7 @@ class Exchange:
             path.parent.rmdir()
 
     def _open(self, path: Path) -> BinaryIO:
-        """The file of this rank's machine, which loses its name; ValueError on all ranks if one can't open its own."""
+        """Opens the file of this rank's machine and removes its name; ValueError on all ranks if one can't open it."""
         file, problem = None, None
         try:
             file = path.open("r+b", buffering=0)
@@ -211,9 +211,9 @@ class Exchange:
         return file
 
     def _fill(self, file: int, part: Part, arrays: list[np.ndarray], ranges: dict[int, tuple[int, int]]) -> str | None:
-        """Writes this rank's part at its place; a leader reserves those of other machines. What failed, if anything.
+        """Writes this rank's part; a leader reserves the other machines' bytes. Returns the error, if there is one.
 
-        The ranks do this at the same time: each of them reserves bytes that no other one touches.
+        The ranks do this at the same time: each of them reserves bytes that no other rank touches.
         """
         try:
             if self._leads:
@@ -240,7 +240,7 @@ class Exchange:
             )
 
     def _broadcast(self, mapping: mmap.mmap, ranges: dict[int, tuple[int, int]]) -> None:
-        """Every leader gets the bytes of the other machines; `ranges`: (start, size) of each rank, by machine."""
+        """Broadcasts every leader's bytes to the other machines; `ranges`: (start, size) of each rank, by machine."""
         if self._group is None or not self._leads:
             return
         for leader in self._leaders:
@@ -253,7 +253,7 @@ class Exchange:
 
 
 def pack(items: dict[int, Columns]) -> tuple[Part, list[np.ndarray]]:
-    """The part of a rank, and its arrays in the order of `Part.arrays`; empty ones take no bytes."""
+    """Packs the items of a rank: its part, and its arrays in the order of `Part.arrays`; empty ones take no bytes."""
     if not items:
         return Part(), []
     names = sorted({name for columns in items.values() for name in columns})
@@ -271,7 +271,7 @@ def pack(items: dict[int, Columns]) -> tuple[Part, list[np.ndarray]]:
 
 
 def unpack(part: Part, data: mmap.mmap, start: int) -> dict[int, Columns]:
-    """The items of a part that begins at byte `start` of `data`, as read-only views."""
+    """Returns the items of a part that begins at byte `start` of `data`, as read-only views."""
     if not part.count:
         return {}
     arrays = {}
@@ -303,26 +303,26 @@ def _write(file: int, array: np.ndarray, start: int) -> None:
 
 
 def _of_all(problem: str | None) -> list[str | None]:
-    """The problem that each rank has; empty if none has any, which takes one short collective."""
+    """Gathers the problem of each rank; returns [] if none has any. Takes one short collective."""
     (any_failed,) = agree(torch.device("cpu"), problem is not None, group=host_group())
     return everyones(problem) if any_failed else []
 
 
 def _check(problems: Iterable[str | None]) -> None:
-    """Raises ValueError with the first problem that a rank has; the ranks pass the same ones."""
+    """Raises ValueError with the first problem of a rank; all ranks pass the same problems."""
     problem = next((found for found in problems if found is not None), None)
     if problem is not None:
         raise ValueError(problem)
 
 
-# Rollouts that the first rank has read from a file -> every rank.
+# Broadcast of rollouts that the world's first rank has read from a file.
 
 
 _ARRAYS = {*TOKEN_FIELDS, "weight_versions", "expert_routes"}
 
 
 def first_ranks_rollouts(rollouts: dict[int, Rollout]) -> dict[int, Rollout]:
-    """What the world's first rank gave, on every rank; the values of the others do not count. Every rank calls this."""
+    """Returns the first rank's rollouts on every rank; ignores those of the others. Every rank calls this."""
     own = rollouts if dist.get_rank() == 0 else {}
     plain: dict[int, dict[str, Any]] = {
         i: {name: value for name, value in vars(own[i]).items() if name not in _ARRAYS} for i in own

@@ -27,7 +27,7 @@ class RouteRecord:
 
     @staticmethod
     def empty(model: DistillingModel, sequences: int, length: int) -> RouteRecord | None:
-        """Room for `length` tokens of each sequence; None for a model without experts."""
+        """Allocates room for `length` tokens of each sequence; None for a model without experts."""
         layers = [layer.layer_number for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         if not layers:
             return None
@@ -36,7 +36,7 @@ class RouteRecord:
         return RouteRecord(layers, torch.full(shape, -1, dtype=torch.int16, device=device))
 
     def add(self, routes: Routes, sequences: torch.Tensor, positions: torch.Tensor) -> None:
-        """Adds the experts that one call has kept; int64 [b], and [b, s] of the call's tokens."""
+        """Adds the experts of one call; `sequences` int64 [b], `positions` [b, s] of the call's tokens."""
         for i, layer in enumerate(self.layers):
             kept = routes.take(layer)
             assert kept is not None
@@ -44,16 +44,16 @@ class RouteRecord:
             self.experts[sequences[:, None], positions, i] = kept.view(s, b, -1).transpose(0, 1).to(torch.int16)
 
     def of_sequences(self, lengths: list[int]) -> list[np.ndarray]:
-        """Per sequence, `Rollout.expert_routes` of its first tokens."""
+        """Returns, per sequence, `Rollout.expert_routes` of its first tokens."""
         experts = self.experts.cpu().numpy()
         return [experts[i, :length].copy() for i, length in enumerate(lengths)]
 
 
 def parse_routes(record: dict[str, Any], where: str) -> np.ndarray | None:
-    """The field `expert_routes` of a line of a rollout file as int16 [tokens, L, K]; None without it.
+    """Reads the field `expert_routes` of a line of a rollout file as int16 [tokens, L, K]; None without it.
 
     Raises:
-        ValueError: it is no such list, or not one entry per token of prompt and response (the last one may be missing).
+        ValueError: the field is no such list, or lacks an entry per token of prompt and response (but the last one).
     """
     given = record.get("expert_routes")
     if given is None:

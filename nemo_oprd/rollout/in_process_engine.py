@@ -41,7 +41,7 @@ from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, Digest, padded_bytes
 
 logger = logging.getLogger(__name__)
 
-# cached tokens; fewer would not hold one useful batch, and running out of memory says so more clearly
+# cached tokens; fewer would not hold one useful batch, and an out-of-memory error is then the clearer message
 SMALLEST_CACHE = 1024
 
 
@@ -60,9 +60,9 @@ class MegatronEngine(Generates):
         router_dtype: str | None = None,
         provider: Any = None,
     ) -> None:
-        """See `make_engine`. `precision` is of weights and computation; `router_dtype`: `student.router_dtype`.
+        """See `make_engine`. `precision`: dtype of weights and computation; `router_dtype`: `student.router_dtype`.
 
-        `provider` is Megatron-Bridge's of a model that it alone builds; such a model samples without a cache.
+        `provider`: Megatron-Bridge's, for a model that only it can build; such a model samples without a cache.
 
         Raises:
             ValueError: `rollout.tensor` does not fit the ranks or the model.
@@ -93,7 +93,7 @@ class MegatronEngine(Generates):
             self.model.eval().requires_grad_(False)
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
-        """See `RolloutEngine`. The parameters are split into this engine's shards one at a time."""
+        """See `RolloutEngine`. Splits the parameters into this engine's shards, one at a time."""
         digest = Digest() if self._with_digest and dist.get_rank() == 0 else None
         if self.model is not None:
             load_stream([self.model], self.spec, self.role, _added(weights(), digest))
@@ -113,7 +113,7 @@ class MegatronEngine(Generates):
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> Ticket:
-        """See `RolloutEngine`. `keep` is called after every batch, on the first rank of each tensor group."""
+        """See `RolloutEngine`. The first rank of each tensor group calls `keep` after every batch."""
         check_room(requests, self.spec.max_positions)
         return Ticket(requests, sampling, done or {}, keep)
 
@@ -136,20 +136,20 @@ class MegatronEngine(Generates):
         return [rollouts[i] for i in range(len(requests))]
 
     def rest(self) -> None:
-        """See `RolloutEngine`: there is nothing to give back, because the cache lives for one batch."""
+        """See `RolloutEngine`; there is no memory to give back, because the cache lives for one batch."""
 
     def close(self) -> None:
-        """See `RolloutEngine`: lets the model go."""
+        """See `RolloutEngine`; drops the model."""
         self.model = None
 
     def _generate_own_part(
         self, ticket: Ticket, should_cancel: Callable[[], bool] | None
     ) -> tuple[dict[int, Response], bool]:
-        """(Index of a request -> its response, for this data-parallel rank's requests; whether they are complete).
+        """Returns (index of a request -> response, of this data-parallel rank's requests; whether all are complete).
 
-        Tensor ranks other than the first return no responses, because all of them have the same ones. A batch whose
-        requests are all in `done` is left out, and any other batch is sampled whole: a response does not depend on
-        whether the generation was cancelled in between. A cancelled call keeps the responses of complete batches.
+        Tensor ranks other than the first return no responses, because all of them have the same ones. The
+        engine skips a batch whose requests are all in `done` and samples any other batch whole, so a response does not
+        depend on a cancellation in between. A cancelled call keeps the responses of complete batches.
         """
         requests, sampling, keep = ticket.requests, ticket.sampling, ticket.keep
         coords, data = self.role.member_coords, self.role.layout.data
@@ -196,7 +196,7 @@ class MegatronEngine(Generates):
         return generate_whole_sequences(self.model, self.role, self.sampled, prompts, uniforms, limits, **given)
 
     def _cache_budget(self) -> int:
-        """The most tokens of a batch. Every rank of the role calls this; says once what `auto` chose."""
+        """Returns the most tokens of a batch, and reports once what `auto` chose. Every rank of the role calls this."""
         if not self._cached and not self._said_budget and dist.get_rank() == self.role.layout.first_rank:
             logger.info(
                 f"rollout.engine=megatron: {self.spec.model_type} samples without a cache, so that every token is a "
@@ -208,7 +208,7 @@ class MegatronEngine(Generates):
             return UNCACHED_TOKENS if self._cache_setting == "auto" else int(self._cache_setting)
         if self._cache_setting != "auto":
             return int(self._cache_setting)
-        # for every call anew: optimizer states, for instance, take memory only from the first update on
+        # computed anew for every call: optimizer states, for instance, take memory only from the first update on
         budget = cache_budget(self.spec, self.role, self._dtype)
         if not self._said_budget and dist.get_rank() == self.role.layout.first_rank:
             logger.info(f"rollout.max_cache_tokens=auto: {budget} tokens", extra=ANY_RANK)
@@ -218,7 +218,7 @@ class MegatronEngine(Generates):
     def _batches(
         self, order: list[int], requests: list[Request], sampling: SamplingParams, budget: int
     ) -> list[list[int]]:
-        """Batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""
+        """Forms batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""
         batches: list[list[int]] = []
         longest = 0
         for i in order:
@@ -239,7 +239,7 @@ def _rollout(request: Request, response: Response, step: int) -> Rollout:
 
 
 def _added(weights: Iterable[tuple[str, torch.Tensor]], digest: Digest | None) -> Iterable[tuple[str, torch.Tensor]]:
-    """The same stream, whose tensors are added to a digest, if there is one."""
+    """Yields the same stream, and adds its tensors to the digest, if there is one."""
     for name, tensor in weights:
         if digest is not None:
             alone = Bucket([], torch.empty(padded_bytes(tensor), dtype=torch.uint8, device=tensor.device))
@@ -249,7 +249,7 @@ def _added(weights: Iterable[tuple[str, torch.Tensor]], digest: Digest | None) -
 
 
 def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:
-    """`rollout.max_cache_tokens=auto`: the most cached tokens, the smallest number over the ranks of the role.
+    """Computes `rollout.max_cache_tokens=auto`: the most cached tokens, the minimum over the ranks of the role.
 
     On CUDA (not yet run): a share of the free memory. On a CPU: a fixed amount. All ranks of the role call this.
     """

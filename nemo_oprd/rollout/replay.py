@@ -24,7 +24,7 @@ from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 Own: TypeAlias = Literal["nothing", "prompt", "response"]
 
 _FIELDS = {f.name for f in dataclasses.fields(Rollout)}
-# how far the rounding of an engine may lift the logarithm of a probability above 0
+# how far rounding in an engine may lift the logarithm of a probability above 0
 _LOGPROB_ROUNDING = 1e-3
 # rollouts hold float32, in which no log-probability may become infinite
 _LARGEST = float(np.finfo(np.float32).max)
@@ -45,16 +45,16 @@ def write_rollouts(path: Path, rollouts: list[Rollout], **columns: list) -> None
 
 
 def _plain(value: Any) -> Any:
-    """A field as JSON holds it: lists of numbers, a mask as 0 and 1."""
+    """Converts a field to JSON types: lists of numbers, a mask as 0 and 1."""
     if not isinstance(value, np.ndarray):
         return value
     return (value.view(np.uint8) if value.dtype == np.bool_ else value).tolist()
 
 
 def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes one JSON object per line; the directory is created."""
+    """Writes one JSON object per line, and creates the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # not flushed to disk, because a file is written in every step; a resumed run samples again if a file is damaged
+    # not flushed to disk, because every step writes a file; a resumed run samples again if a file is damaged
     with replacing(path, durable=False) as partial, partial.open("w", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -62,11 +62,11 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class TeacherLimits:
-    """The ids and positions that every teacher of recorded rollouts has, and which sequences are the teacher's own.
+    """The smallest limits on ids and positions over the teachers of recorded rollouts, and the sequences of their own.
 
     `own`, per teacher: "response": prompt and response in the tokens of the teacher's tokenizer (`teacher.reads=text`).
     "prompt": a prompt of its own, such as `teacher.prompt` makes. "nothing": the teacher reads the student's ids.
-    `routing` says whose a rollout is; needed where the teachers differ.
+    `routing` names the teacher of a rollout; needed if the teachers differ.
     """
 
     vocab_size: int
@@ -75,7 +75,7 @@ class TeacherLimits:
     routing: Routing | None = None
 
     def own_of(self, record: Mapping[str, Any], where: str) -> Own:
-        """Which sequences of a line are the teacher's own. Raises ValueError for a data source without a teacher."""
+        """Says which sequences of a line are the teacher's own; ValueError for a data source without a teacher."""
         if len(set(self.own)) == 1 or self.routing is None:
             return self.own[0]
         try:
@@ -85,7 +85,7 @@ class TeacherLimits:
 
 
 def own_sequences(config: Config, number: int) -> Own:
-    """Which sequences are teacher `number`'s own, see `TeacherLimits.own`."""
+    """Says which sequences are teacher `number`'s own, see `TeacherLimits.own`."""
     if config.teacher.reads == "text":
         return "response"
     return "prompt" if config.has_own_prompt(number) else "nothing"
@@ -106,9 +106,9 @@ def read_rollouts(
     Args:
         vocab_size: ids must be below this number.
         max_positions: the most tokens of prompt and response together; None: no limit.
-        teacher: limits of the teacher, and the teacher's sequences that every line must have; None: it must have none.
+        teacher: limits of the teachers, and the sequences of their own that lines must have; None: none.
         needs_logprobs: whether every line must have `logprobs`, which `rollout.correction` reads.
-        student: the model whose experts `expert_routes` must name; None: it is not checked against a model.
+        student: the model whose experts `expert_routes` must name; None: no check against a model.
         needs_routes: whether every line must have `expert_routes`, which `student.router_replay` reads.
 
     Raises:
@@ -190,7 +190,7 @@ def _check_ids(record: dict[str, Any], name: str, where: str, low: int, high: in
 
 
 def _check_sampling(record: dict[str, Any], where: str) -> None:
-    """Raises ValueError unless `logprobs` are what an engine may have recorded, or absent."""
+    """Raises ValueError unless `logprobs` are absent or values that an engine may have recorded."""
     logprobs = record.get("logprobs")
     if logprobs is not None:
         if not isinstance(logprobs, list) or not all(type(value) in (int, float) for value in logprobs):
@@ -213,7 +213,7 @@ def _check_sampling(record: dict[str, Any], where: str) -> None:
 
 
 def _spans(record: dict[str, Any], where: str) -> np.ndarray | None:
-    """The field `weight_versions`, or the `weight_version` of earlier files, as spans; None without either."""
+    """Reads the field `weight_versions`, or the `weight_version` of earlier files, as spans; None without either."""
     given, version, tokens = record.get("weight_versions"), record.get("weight_version"), len(record["response_ids"])
     if given is None and version is None:
         return None
@@ -236,7 +236,7 @@ def _spans(record: dict[str, Any], where: str) -> np.ndarray | None:
 
 
 def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | None) -> None:
-    """Raises ValueError unless the record has the teacher's sequences exactly where the teacher has its own ones."""
+    """Raises ValueError unless the record has sequences of the teacher's own exactly where its teacher needs them."""
     given = [name for name in _TEACHER_FIELDS if record.get(name) is not None]
     own = "nothing" if teacher is None else teacher.own_of(record, where)
     if own == "nothing" and given:
@@ -276,22 +276,22 @@ def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | 
 
 @dataclass
 class ReplayEngine(Generates):
-    """A rollout engine that returns the same rollouts, of `read_rollouts`, in every step and ignores the requests."""
+    """A rollout engine that returns the same recorded rollouts in every step and ignores the requests."""
 
     rollouts: list[Rollout]
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     weights: Weights = dataclasses.field(default=Weights(0))
 
     def submit(self, requests: list[Request], sampling: SamplingParams, *_: Any) -> Ticket:
-        """Nothing needs to be sampled."""
+        """Returns a ticket without sampling."""
         return Ticket(requests, sampling, {}, None)
 
     def collect(self, *_: Any, **__: Any) -> list[Rollout]:
-        """All recorded rollouts."""
+        """Returns all recorded rollouts."""
         return self.rollouts
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
-        """Does nothing; the stream is made on no rank."""
+        """Does nothing; no rank makes the stream."""
 
     def load(self, read: TensorReader, source: str) -> None:
         """Does nothing."""

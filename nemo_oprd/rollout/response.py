@@ -1,4 +1,4 @@
-"""One sampled response as engines pass it on, in arrays; imports no torch, because client processes use it, too."""
+"""One sampled response in arrays, as engines return it; imports no torch, because client processes use it, too."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Response:
-    """What was sampled for one request.
+    """Result of sampling one request.
 
     Attributes:
-        ids: int32 [tokens], with the id that ended the response, if one did (`finished`).
+        ids: int32 [tokens], including the id that ended the response, if one did (`finished`).
         logprobs: `Rollout.logprobs`, float32 [tokens]; None if the engine computes none.
-        versions: int32 [spans, 3]: optimizer steps behind the weights that sampled the tokens from the second number on
-            and below the third; None if the engine has one set of weights.
-        routes: `Rollout.expert_routes`, int16 [tokens, layers, K], of all tokens but the last one, which is never
-            computed; None if they were not recorded.
+        versions: int32 [spans, 3]: (optimizer steps behind the weights, first token that they sampled, end of these
+            tokens); None if the engine has one set of weights.
+        routes: `Rollout.expert_routes`, int16 [tokens, layers, K], of all tokens but the last one, which no model
+            reads; None if the engine did not record them.
         cut: whether these are the first tokens of a response that may go on.
     """
 
@@ -29,7 +29,7 @@ class Response:
     cut: bool = False
 
     def columns(self) -> dict[str, np.ndarray]:
-        """As `Exchange.share` takes it."""
+        """Returns the response in columns for `Exchange.share`."""
         columns = {"ids": self.ids, "finished": np.array([self.finished]), "cut": np.array([self.cut])}
         recorded = {"logprobs": self.logprobs, "versions": self.versions, "routes": self.routes}
         return columns | {name: array for name, array in recorded.items() if array is not None}

@@ -1,7 +1,7 @@
 """The rollouts of the current step on disk, so that an interrupted step does not have to sample them again.
 
-Sampling is the longest part of a step. The rollouts are therefore written as soon as they are there. A run that resumes
-from its last checkpoint uses them, if they were sampled from that checkpoint's weights for the same prompts.
+Sampling is the longest part of a step, so the trainer writes rollouts as soon as they are complete. A run that resumes
+from its last checkpoint uses them, if that checkpoint's weights sampled them for the same prompts.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ def _size(kind: str) -> int:
     return int(kind[1:]) // 8
 
 
-# the arrays of a rollout and the type of their concatenation, by safetensors' names; a mask's bits are packed
+# the arrays of a rollout and the type of their concatenation, by safetensors' names; a mask is stored in packed bits
 _STORED = {name: {np.int32: "I32", np.float32: "F32", np.bool_: "U8"}[dtype] for name, dtype in TOKEN_FIELDS.items()}
 _STORED |= {"weight_versions": "I32", "expert_routes": "I16"}
 _STORED = dict(sorted(_STORED.items(), key=lambda item: -_size(item[1])))  # so that every field is aligned
 # fields that come from the prompt file, which may have changed
 _OF_REQUEST = ("prompt", "data_source", "answer")
-# what earlier versions wrote
+# the format of files of earlier versions
 _STALE = ("pending.jsonl", "pending.json")
 
 
 class ResumeCache:
-    """`pending.safetensors` holds the rollouts of one step, and says of which step and how they were sampled.
+    """`pending.safetensors`: the rollouts of one step, with the number of the step and the sampling settings.
 
-    A step that a signal cancelled has rollouts of some requests only.
+    For a step that a signal cancelled, the file holds rollouts of some requests only.
 
     The step identifies the weights that sampled the rollouts, given the settings of the schedule, which the file
-    therefore names. It also has the digests of these weights as far as they are known. Rollouts of another step than
-    the one that a run samples next are not used. Every step removes the file before it writes its own, so a run that
+    therefore names. The file also has those digests of these weights that are known. A run uses only rollouts of the
+    step that it samples next. Every step removes the file before it writes its own, so a run that
     resumes from an earlier checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
 
-    The file is written aside and appears whole, flushed to the disk. An error of the disk is raised by the next call.
+    A background writer writes the file under another name, flushes it and renames it. The next call raises its errors.
     """
 
     def __init__(self, directory: Path, weights: dict[str, str]) -> None:
-        """`weights`: the initial weights, the precision and the schedule; compared when rollouts are read."""
+        """Sets the path; `weights` names the initial weights, precision and schedule, which a file must match."""
         self.path = directory / "pending.safetensors"
         self.weights, self.digests = weights, WeightDigests()
         self._aside = Aside("the rollouts for a resume")
 
     def put(self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
-        """Keeps rollouts, by the index of their request, in place of the previous step's, on the world's first rank.
+        """Writes rollouts, by the index of their request, in place of the previous step's, on the world's first rank.
 
-        Some of the step's `count` rollouts may be missing. Returns before they are on the disk, see `finish`.
+        Some of the step's `count` rollouts may be missing. Returns before the file is complete, see `finish`.
         """
         if dist.get_rank() != 0:
             return
@@ -85,18 +85,18 @@ class ResumeCache:
         self._aside.check()
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits until the rollouts are on the disk; `failed`: another error is on its way, see `Aside.abandon`."""
+        """Waits until the rollouts are on the disk; `failed`: an error is being raised already, see `Aside.abandon`."""
         (self._aside.abandon if failed else self._aside.finish)()
 
     def take(
         self, step: int, requests: list[Request], sampling: SamplingParams, path: Path | None = None
     ) -> dict[int, Rollout]:
-        """The rollouts on disk by the index of their request, if they are of this step; the same on every rank.
+        """Reads the rollouts of this step, if the file has any, by the index of their request; the same on every rank.
 
-        `path`: a file of `write`; None: that of `put`.
+        `path`: a file of `write`; None: the file of `put`.
 
         Raises:
-            ValueError: the weights that sampled them have another digest than those that are known; on every rank.
+            ValueError: the weights that sampled them have another digest than the known one; raised on every rank.
         """
         is_first, path = dist.get_rank() == 0, path or self.path
         found, digests = self._read(path, step, requests, sampling) if is_first else ({}, {})
@@ -107,7 +107,7 @@ class ResumeCache:
     def _read(
         self, path: Path, step: int, requests: list[Request], sampling: SamplingParams
     ) -> tuple[dict[int, Rollout], dict[str, str]]:
-        """The rollouts by the index of their request, and the digests of the weights that sampled them."""
+        """Returns (the rollouts by the index of their request, the digests of the weights that sampled them)."""
         try:
             about, rollouts = _load(path)
             indices, digests = about.pop("requests"), dict[str, str](about.pop("digests", {}))
@@ -119,7 +119,7 @@ class ResumeCache:
                 return {}, {}
         except FileNotFoundError:
             return {}, {}
-        # damaged, for instance by a loss of power, or of another kind
+        # the file is damaged, for instance by a loss of power, or of another kind
         except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
             logger.info(f"{path} can't be used ({' '.join(str(error).split())}): its responses are sampled again")
             return {}, {}
@@ -130,7 +130,7 @@ class ResumeCache:
     def _what(
         self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int
     ) -> tuple[dict[str, Any], list[Rollout]]:
-        """What `_write` is told."""
+        """Returns the arguments of `_write`: the file's metadata and the rollouts to store."""
         about = {**self._about(step, sampling, count), "requests": list(rollouts)}
         return about | {"digests": self.digests.of(rollouts.values())}, [*rollouts.values()]
 
@@ -166,7 +166,7 @@ def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> st
 
 
 def _load(path: Path) -> tuple[dict[str, Any], list[Rollout]]:
-    """(What `_write` was told, the rollouts without the fields of their requests); raises as `ResumeCache._read`."""
+    """Reads (the metadata, the rollouts without the fields of their requests); raises as `ResumeCache._read`."""
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
         flat = {name: file.get_tensor(name) for name in _STORED}
@@ -188,13 +188,13 @@ def _load(path: Path) -> tuple[dict[str, Any], list[Rollout]]:
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:
-    """The fields that are no arrays and not the request's."""
+    """Returns the fields that are neither arrays nor the request's."""
     left_out = {*_STORED, *_OF_REQUEST}
     return {name: value for name, value in vars(rollout).items() if name not in left_out and value is not None}
 
 
 def _bytes(arrays: Iterable[np.ndarray | None]) -> Iterator[memoryview]:
-    """The stored bytes of arrays: views of them, except for masks, whose bits are packed."""
+    """Yields the stored bytes of arrays: views of them, except for masks, whose bits are packed."""
     for array in arrays:
         if array is not None and array.size:
             stored = np.packbits(array) if array.dtype == np.bool_ else np.ascontiguousarray(array)

@@ -1,10 +1,10 @@
-"""Which responses are sampled from which weights: training prompts -> the calls of an engine between two updates.
+"""Checks of weight versions, and the schedule of engine calls between updates: which weights sample which responses.
 
-With `rollout.mode=exact` the responses of step k are sampled whole, from the weights after max(0, k - N) steps with
-N = `rollout.max_lag`. With `rollout.mode=segments` they begin there, too, but every later weights continue them by at
-most T = `rollout.segment_tokens` tokens: from the weights after v steps, a response of step k grows to at most
-(v - (k - N) + 1) T tokens in all. So token t comes from the weights after max(0, k - N + t // T) steps, whatever the
-clock says, and no response is preferred by its length. `rollout.mode=stream` is in `stream_rollouts.py`.
+With `rollout.mode=exact` the weights after max(0, k - N) steps, N = `rollout.max_lag`, sample the whole responses of
+step k. With `rollout.mode=segments` they begin them, and every later version of the weights adds at most
+T = `rollout.segment_tokens` tokens: with the weights after v steps, a response of step k grows to at most
+(v - (k - N) + 1) T tokens in all. So token t comes from the weights after max(0, k - N + t // T) steps, independent of
+time, and no length of a response is preferred. `rollout.mode=stream` is in `stream_rollouts.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.rollout.engine import TRAINING_STREAM, Request, SamplingParams
 
-# That nothing of other weights is learned from unnoticed: versions of sampled tokens, and digests of the weights.
+# Checks of versions and digests, so that training never learns unnoticed from samples of other weights.
 
 
 def check_versions(rollouts: list[Rollout], step: int, newest: int, most: int) -> None:
     """Raises ValueError unless every token comes from weights that are at most `most` updates behind `newest`.
 
-    `newest`: the number of optimizer steps behind the weights of now, with which step `step` (from 0) begins.
+    `newest`: the number of optimizer steps behind the current weights, with which step `step` (from 0) begins.
     """
     for number, rollout in enumerate(rollouts):
         spans, tokens = rollout.weight_versions, len(rollout.response_ids)
@@ -43,7 +43,7 @@ def check_versions(rollouts: list[Rollout], step: int, newest: int, most: int) -
 
 
 def lag_metrics(rollouts: list[Rollout], steps: int) -> dict[str, float]:
-    """By how many optimizer steps the weights that sampled the tokens are behind those after `steps` such steps."""
+    """Measures by how many optimizer steps the sampling weights of tokens are behind those after `steps` such steps."""
     spans = [rollout.weight_versions for rollout in rollouts if rollout.weight_versions is not None]
     versions = np.concatenate([types.token_versions(each) for each in spans] or [np.zeros(0, np.int32)])
     if not len(versions):
@@ -52,13 +52,13 @@ def lag_metrics(rollouts: list[Rollout], steps: int) -> dict[str, float]:
 
 
 class WeightDigests:
-    """The digests of the weights that are known, by the number of optimizer steps behind them."""
+    """The known digests of weights, by the number of optimizer steps behind them."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[str, str]] = {}  # the digest, and who says so
+        self._known: dict[int, tuple[str, str]] = {}  # (the digest, its source for messages)
 
     def note(self, steps: int, digest: str | None, where: str) -> None:
-        """Takes up a digest, if there is one; raises ValueError if another one is known of the same weights."""
+        """Records a digest, if there is one; raises ValueError if another digest of the same weights is known."""
         if digest is None:
             return
         known, before = self._known.setdefault(steps, (digest, where))
@@ -70,7 +70,7 @@ class WeightDigests:
             )
 
     def of(self, rollouts: Iterable[Rollout]) -> dict[str, str]:
-        """The digests of the weights that sampled some responses, by their number as text; of those that are known."""
+        """Returns the known digests of the weights that sampled these responses, by their number as text."""
         spans = [rollout.weight_versions for rollout in rollouts if rollout.weight_versions is not None]
         steps = sorted({int(version) for each in spans for version in each[:, 0]})
         return {str(each): self._known[each][0] for each in steps if each in self._known}
@@ -88,20 +88,20 @@ NO_PROMPTS = TrainingPrompts([], PromptOrder(()))
 
 
 def training_requests(prompts: TrainingPrompts, config: Config, first: int, count: int) -> list[Request]:
-    """`count` prompts from index `first` in the run's order of prompts, each `rollout.per_prompt` times."""
+    """Makes requests of `count` prompts from index `first` in the run's order, each `rollout.per_prompt` times."""
     chosen = prompts.order.indices(config.seed, first, count)
     return [prompts.requests[index] for index in chosen for _ in range(config.rollout.per_prompt)]
 
 
 def training_sampling(config: Config, step: int) -> SamplingParams:
-    """The sampling parameters of a training step (0-based)."""
+    """Returns the sampling parameters of a training step (0-based)."""
     rollout, key = config.rollout, (config.seed, TRAINING_STREAM, step)
     limits = rollout.temperature, rollout.top_p, config.response_limit[1]
     return SamplingParams(*limits, key, record_routes=config.student.router_replay)
 
 
 def schedule_settings(config: Config) -> dict[str, str]:
-    """The settings on which it depends which weights have sampled a response; none if they are those of its step."""
+    """Returns the settings that decide which weights sample a response; none if the weights of its step do."""
     rollout = config.rollout
     if not rollout.max_lag:
         return {}
@@ -113,7 +113,7 @@ def schedule_settings(config: Config) -> dict[str, str]:
 
 
 def stream_settings(config: Config) -> dict[str, int]:
-    """The settings on which it depends which responses a step takes with `rollout.mode=stream`."""
+    """Returns the settings that decide which responses a step takes with `rollout.mode=stream`."""
     rollout, train = config.rollout, config.train
     of_rollout = {"rollout.max_lag": rollout.max_lag, "rollout.per_prompt": rollout.per_prompt}
     of_train = ("prompts_per_step", "updates_per_rollout")
@@ -122,14 +122,14 @@ def stream_settings(config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Portion:
-    """What one call of an engine samples: whole responses of a step, or the next parts of those of several steps.
+    """The work of one call of an engine: whole responses of a step, or the next parts of those of several steps.
 
     Attributes:
         step: names the portion.
-        places: of each request the step and the number of its response.
-        weights: the number of steps behind the weights that the schedule samples it from.
+        places: for each request the step and the number of its response.
+        weights: the number of steps behind the weights that sample it.
         urgent: whether the next update needs it.
-        last: whether nothing else is sampled from these weights.
+        last: whether it is the last call with these weights.
     """
 
     step: int
@@ -143,21 +143,21 @@ class Portion:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The calls of a run. `max_positions`: those of the student."""
+    """The calls of a run. `max_positions`: the student's."""
 
     config: Config
     prompts: TrainingPrompts
     max_positions: int
 
     def requests(self, step: int) -> list[Request]:
-        """One per response of a step; none if the run samples nothing."""
+        """Returns one request per response of a step; none if the run does not sample."""
         count = self.config.train.prompts_per_step
         return training_requests(self.prompts, self.config, step * count, count) if self.prompts.requests else []
 
     def due(self, sampled: Mapping[int, list[Rollout]], done: int) -> list[Portion]:
-        """What is sampled from the weights after `done` steps, in this order, given what is `sampled` already.
+        """Lists the portions to sample from the weights after `done` steps, in order, given the `sampled` responses.
 
-        `sampled`: the responses of steps, some of which may go on (`finish_reason` None).
+        `sampled`: the responses by step, some of which may be unfinished (`finish_reason` None).
         """
         steps = range(done, min(done + self.config.rollout.max_lag, self.config.train.steps - 1) + 1)
         whole = self.config.rollout.mode == "exact"
@@ -181,7 +181,7 @@ class Schedule:
         return portions
 
     def _parts(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[Portion]:
-        """What the step itself lacks, for which it waits, and then what the later ones may get meanwhile."""
+        """Lists the parts that the step itself lacks, for which it waits, and then those of later steps."""
         params, portions = training_sampling(self.config, done), list[Portion]()
         for chosen in (steps[:1], steps[1:]):
             found: dict[tuple[int, int], Request] = {}
@@ -199,7 +199,7 @@ class Schedule:
         return [*portions[:-1], *(replace(portion, last=True) for portion in portions[-1:])]
 
     def _part(self, request: Request, begun: Rollout | None, step: int, index: int, done: int) -> Request | None:
-        """Asks the weights after `done` steps for the next tokens of a response; None if they have none to add."""
+        """Requests the next tokens of a response from the weights after `done` steps; None if these may add none."""
         tokens, lag = self.config.rollout.tokens_per_segment, self.config.rollout.max_lag
         have = 0 if begun is None else len(begun.response_ids)
         most = min((done - (step - lag) + 1) * tokens, self.config.response_limit[1]) - have
@@ -211,7 +211,7 @@ class Schedule:
         return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have // tokens), most=most, begun=have)
 
     def continued(self, request: Request, begun: Rollout | None, step: int, index: int) -> Request:
-        """Asks for all that response `index` to `request` of a step lacks; its randomness is of its next token on."""
+        """Requests all missing tokens of response `index` of a step, with randomness from the next token on."""
         key = (*training_sampling(self.config, step).key, index)
         if begun is None:
             return replace(request, key=key)
@@ -220,7 +220,7 @@ class Schedule:
         return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have), most=most, begun=have)
 
     def grown(self, begun: Rollout | None, part: Rollout) -> Rollout:
-        """A response with what was sampled for its portion; `finish_reason` is None if it goes on."""
+        """Appends the tokens of its portion to a response; `finish_reason` is None if the response is unfinished."""
         rollout = part if begun is None else _joined(begun, part)
         if self.config.rollout.mode == "exact" or part.finish_reason not in ("length", None):
             return rollout
@@ -229,13 +229,13 @@ class Schedule:
 
 
 def _joined(begun: Rollout, part: Rollout) -> Rollout:
-    """`part`: the tokens that follow; its prompt is all that comes before, so its recorded experts cover that, too."""
+    """Appends `part`, the next tokens; its prompt is the whole text before, so its recorded experts cover that, too."""
     assert begun.weight_versions is not None and part.weight_versions is not None
     logprobs, routes = None, None
     if begun.logprobs is not None and part.logprobs is not None:
         logprobs = np.concatenate([begun.logprobs, part.logprobs])
     if begun.expert_routes is not None and part.expert_routes is not None:
-        # those with which a token was sampled, also if later weights have computed it again
+        # keeps the experts at the time of sampling, also if later weights have computed the token again
         routes = np.concatenate([begun.expert_routes, part.expert_routes[len(begun.expert_routes) :]])
     return replace(
         begun,
@@ -248,7 +248,7 @@ def _joined(begun: Rollout, part: Rollout) -> Rollout:
 
 
 def ended_on_purpose(rollouts: list[Rollout], config: Config) -> list[Rollout]:
-    """Names the end of responses that `rollout.stop_after` ended: engines know a limit ("length"), not its reason."""
+    """Renames the end of responses that `rollout.stop_after` ended: engines know a limit ("length"), not its reason."""
     key, limit = config.response_limit
     if key == "rollout.max_new_tokens":
         return rollouts

@@ -1,12 +1,12 @@
-"""The rollouts of each step with `rollout.mode=stream`: a step takes what is complete, and the rest goes on.
+"""Rollouts with `rollout.mode=stream`: the rules by which a step takes complete responses, and the sampler.
 
-From the weights after v steps one call of the engine samples everything that is admitted and not complete
-(`stream_rollouts.py`). A step gathers what it takes; the others are sampled while its gradient is computed, until the
-call is cut before the weights change. What has not ended goes on with the next weights, as a request whose prompt is
-the prompt and the tokens so far. So every token comes from one student, which still has its weights when the token is
-checked, and the spans of a response say which.
+From the weights after v steps one call of the engine samples all admitted responses that are not complete. A step
+gathers those that it takes; the engine samples the others while the step computes its gradient, until the trainer cuts
+the call before the weights change. The next weights continue an unfinished response, as a request whose prompt is the
+prompt and the tokens so far. So every token comes from one version of the student, which still has its weights when
+the trainer checks the token, and the spans of a response name it.
 
-What a step takes depends on the clock. A checkpoint holds all places that are not taken, with their tokens so far.
+Which responses a step takes depends on timing. A checkpoint holds all places not taken, with their tokens so far.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from nemo_oprd.rollout.schedule import Portion, stream_settings, training_sampli
 from nemo_oprd.rollout.training_rollouts import STREAM_FILE, RolloutSampler
 from nemo_oprd.runtime.files import replacing
 
-# Which responses a step takes with `rollout.mode=stream`, and how many are under way: arithmetic on their places.
+# The rules: which responses a step takes, and how many the engine samples at a time, by arithmetic on their places.
 #
-# A place is (group, number): the step whose prompts these would be if every step took its own, and the number among
+# A place is (group, number): the step that would have these prompts if every step took its own, and the number among
 # them. With N = `rollout.max_lag`, the groups up to v + N // 2 are admitted while the student has made v steps. A step
-# takes the oldest responses that are complete, as many as one group has. It waits if what it would leave could not be
-# taken in time: a response that was admitted after v steps is taken by step v + N at the latest, so none of its tokens
-# is more than N steps old. Nothing is dropped, and every place is taken once.
+# takes the oldest complete responses, as many as one group has. It waits if later steps could not take the rest in
+# time: step v + N at the latest takes a response that was admitted after v steps, so none of its tokens is more than N
+# steps old. No response is dropped, and exactly one step takes each place.
 #
-# The half of N that is not ahead is the time that a long response has beyond the others. Without it, with N // 2 = N,
-# the places of every step would be fixed.
+# The other half of N is the extra time of long responses. If admission were N groups ahead, the places of every step
+# would be fixed.
 
 
 Place: TypeAlias = "tuple[int, int]"
@@ -42,11 +42,11 @@ Place: TypeAlias = "tuple[int, int]"
 
 @dataclass(frozen=True)
 class StreamRules:
-    """See the module's docstring.
+    """The rules for the places of a run; see the comment above.
 
     Attributes:
         lag: `rollout.max_lag`.
-        ahead: groups that are admitted beyond the one of the next step; less than `lag`.
+        ahead: groups that are admitted beyond the next step's; less than `lag`.
         size: responses of a group and of a step.
         steps: groups and steps of the run.
     """
@@ -57,15 +57,15 @@ class StreamRules:
     steps: int
 
     def admitted(self, done: int) -> int:
-        """How many groups are admitted while the student has made `done` steps."""
+        """The number of groups that are admitted once the student has made `done` steps."""
         return min(done + self.ahead + 1, self.steps)
 
     def deadline(self, group: int) -> int:
-        """The last step that may take a response of a group, whose first tokens may be of its admission."""
+        """The last step that may take a response of a group, as its first tokens may be as old as its admission."""
         return max(0, group - self.ahead) + self.lag
 
     def batch(self, step: int, pool: Iterable[Place], complete: Container[Place]) -> list[Place] | None:
-        """What step `step` (from 0) takes of the `pool` of all places not yet taken; None: it has to wait."""
+        """Chooses the places that step `step` (from 0) takes of the `pool` of open places; None if it must wait."""
         oldest_first = sorted(pool)
         chosen = [place for place in oldest_first if place in complete][: self.size]
         taken = set(chosen)
@@ -79,12 +79,12 @@ class StreamRules:
 class StreamSampler(RolloutSampler):
     """See `RolloutSampler` and the module's docstring."""
 
-    # by their place, what is admitted and not taken: the tokens so far, None without any; and what is asked for them
+    # by place, the admitted responses not taken: the tokens so far, None without any; and their requests
     _pool: dict[Place, Rollout | None] = field(default_factory=dict)
     _asked: dict[Place, Request] = field(default_factory=dict)
     _home: set[int] = field(default_factory=set)  # the requests of the last portion whose responses are in the pool
-    _groups: int | None = None  # that were admitted; None: as many as steps were made
-    # what the last step took; the weights do not have it before that step is over
+    _groups: int | None = None  # the number of admitted groups; None: the number of steps made
+    # the places that the last step took; the weights do not contain them before that step is over
     _taken: dict[Place, Rollout] = field(default_factory=dict)
     _taken_by: int = -1
 
@@ -95,7 +95,7 @@ class StreamSampler(RolloutSampler):
         return StreamRules(rollout.max_lag, rollout.ahead, size, train.steps)
 
     def settle(self, step: int) -> None:
-        """See `RolloutSampler`: what is under way keeps the tokens so far."""
+        """See `RolloutSampler`; unfinished responses keep their tokens so far."""
         if self._under_way is None:
             return
         (portion, ticket), self._under_way = self._under_way, None
@@ -108,12 +108,12 @@ class StreamSampler(RolloutSampler):
         self._take(portion, found)
 
     def write_ahead(self, done: int, directory: Path) -> dict[str, str]:
-        """Writes what is admitted and not taken after `done` steps, for `read_ahead`; one rank calls this.
+        """Writes the admitted responses that none of the `done` steps took, for `read_ahead`; one rank calls this.
 
         Returns the SHA-256 of the file with the tokens by its path in `directory`; the other one is small.
         """
         pool: dict[Place, Rollout | None] = {**self._pool}
-        if done <= self._taken_by:  # the step that took these was not made
+        if done <= self._taken_by:  # the step that took these did not complete
             pool |= self._taken
         places = sorted(pool)
         told = {"settings": stream_settings(self.config), "groups": self._groups, "places": places}
@@ -126,15 +126,15 @@ class StreamSampler(RolloutSampler):
         return {str(tokens.relative_to(directory)): self.cache.write(tokens, done, begun, params, len(places))}
 
     def read_ahead(self, directory: Path) -> None:
-        """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.
+        """Reads the files of `write_ahead` from the checkpoint with which the run begins. Every rank calls this.
 
         Raises:
-            ValueError: it was written by a run with other settings of the stream, or its tokens are of other weights
-                than those that are known under the same number, or can't be read.
+            ValueError: a run with other settings of the stream wrote them, their tokens come from other weights than
+                the known ones of the same number, or they can't be read.
         """
         file, done = directory / STREAM_FILE, self.first_step
         told: dict[str, Any] | None = first_ranks(json.loads(file.read_text()) if file.exists() else None)
-        if told is None:  # of a run in which every step took its own group
+        if told is None:  # a run in which every step took its own group
             return
         wanted = stream_settings(self.config)
         if told["settings"] != wanted:
@@ -177,24 +177,24 @@ class StreamSampler(RolloutSampler):
             self._pool.setdefault((group, number), None)
 
     def _ask(self, step: int) -> None:
-        """Lets the engine begin with all that is not complete, the oldest first."""
+        """Submits all incomplete responses to the engine, the oldest first."""
         complete = self._complete()
         places = [place for place in sorted(self._pool) if place not in complete]
         self._home = set()
         if not places:
             return
-        # the oldest in turn: a long response of a later step would delay what this one takes
+        # the oldest first: a long response of a later step would delay the responses of this one
         requests = [
             replace(self.schedule.continued(self._asked[place], self._pool[place], *place), turn=place[0])
             for place in places
         ]
         params = training_sampling(self.config, step)
-        # each request has a key of its own; this one tells the cache what is asked for
+        # each request has a key of its own; this one identifies the portion in the cache
         named = replace(params, key=(*params.key, *(number for place in places for number in place)))
         self._begin(Portion(step, requests, named, places, weights=step, urgent=False, last=True))
 
     def _gather(self, step: int) -> None:
-        """Waits until the step has what it takes; raises `Stopped` if the run was asked to stop before."""
+        """Waits until the step has its responses; raises `Stopped` if the run was asked to stop before."""
         assert self._under_way is not None, "everything is complete"
         portion, ticket = self._under_way
         have = self._complete()
@@ -212,11 +212,11 @@ class StreamSampler(RolloutSampler):
         self._take(portion, found)
 
     def _came(self, portion: Portion, rollouts: list[Rollout]) -> None:
-        """Takes all responses of a portion, which the cache had."""
+        """Takes all responses of a portion that the cache had."""
         self._take(portion, dict(enumerate(rollouts)))
 
     def _take(self, portion: Portion, found: dict[int, Rollout]) -> None:
-        """Takes responses, or their next tokens, by the index of their request; what was taken before is left out."""
+        """Takes responses, or their next tokens, by the index of their request; ignores those taken before."""
         new = sorted(found.keys() - self._home)
         self._home |= {*new}
         for i in new:

@@ -1,4 +1,4 @@
-"""The sequences of a teacher that reads another prompt than the student, or the text in the tokens of its tokenizer."""
+"""Sequences for a teacher that reads another prompt than the student, or the text in tokens of its own tokenizer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.data.align import Alignment, align_batch, check_coverage, coverage_of
+from nemo_oprd.data.token_alignment import Alignment, align_batch, check_coverage, coverage_of
 from nemo_oprd.data.token_bytes import byte_table
 from nemo_oprd.data.tokenizer import Tokenizer, teacher_eos_id, teacher_prompts
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.exchange import Exchange
 
-# adds one teacher's sequences to rollouts; every rank builds one and calls it with the same arguments
+# an object that adds one teacher's sequences to rollouts; every rank builds one and calls it with the same arguments
 TeacherInputs: TypeAlias = "PromptInputs | TextInputs"
 
 
 def add_teacher_inputs(
     inputs_of: list[TeacherInputs | None], taught_by: list[int], rollouts: list[Rollout], requests: list[Request]
 ) -> list[Rollout]:
-    """The rollouts, each with a request, with the sequences that their teachers read.
+    """Adds to each rollout the sequence that its teacher reads; returns the rollouts.
 
     Args:
         inputs_of: per teacher; None for a teacher that reads the student's ids.
@@ -40,9 +40,9 @@ def add_teacher_inputs(
 
 @dataclass
 class PromptInputs:
-    """For a teacher that reads the student's response tokens after a prompt of its own.
+    """Inputs of a teacher that reads the student's response tokens after a prompt of its own.
 
-    `teacher.prompt` makes it, or a system prompt or a chat template of the teacher's.
+    The prompt comes from `teacher.prompt`, or from a system prompt or a chat template of the teacher's.
 
     Response tokens beyond the teacher's `max_positions` have no target.
     """
@@ -51,7 +51,7 @@ class PromptInputs:
     max_positions: int
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """The rollouts with the teacher's prompts."""
+        """Returns the rollouts with the teacher's prompts."""
         asked = [request.teacher_messages for request in requests], [request.tools for request in requests]
         prompts = (np.array(ids, np.int32) for ids in teacher_prompts(self.teacher, *asked))
         return [self._with_prompt(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
@@ -66,12 +66,12 @@ class PromptInputs:
 
 
 class TextInputs:
-    """For a teacher that reads the text in the tokens of its own tokenizer, aligned with the student's tokens."""
+    """Inputs of a teacher that reads the text in tokens of its own tokenizer, aligned with the student's tokens."""
 
     def __init__(
         self, student: Tokenizer, teacher: Tokenizer, max_positions: int, exact: bool, min_coverage: float
     ) -> None:
-        """Response tokens beyond the teacher's `max_positions` have no target. The rest: see `alignment`'s settings.
+        """Response tokens beyond the teacher's `max_positions` get no target. For the rest see `teacher.alignment`.
 
         Raises:
             ValueError: the bytes of a tokenizer's tokens are unknown, or the teacher's template changes a response.
@@ -83,7 +83,7 @@ class TextInputs:
         teacher_eos_id(teacher)
 
     def add_to(self, rollouts: list[Rollout], requests: list[Request]) -> list[Rollout]:
-        """The rollouts with the sequences that the teacher reads. Each rank aligns a part of the responses.
+        """Returns the rollouts with the sequences that the teacher reads. Each rank aligns a part of the responses.
 
         Raises:
             ValueError: too few response tokens of the batch have a target.
@@ -138,7 +138,7 @@ class TextInputs:
 
 
 def _columns(alignment: Alignment) -> dict[str, np.ndarray]:
-    """As `Exchange.share` takes it."""
+    """Returns the alignment in columns for `Exchange.share`."""
     names = ("teacher_prompt_ids", "teacher_response_ids", "teacher_index", "mask")
     counts = np.array([alignment.num_supervised, alignment.changed_bytes])
     return {name: getattr(alignment, name) for name in names} | {"counts": counts}
@@ -152,7 +152,7 @@ def _alignment(columns: dict[str, np.ndarray]) -> Alignment:
 
 
 def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """The fraction of response tokens with mask 1 that have a target: over the batch, and in its worst response.
+    """Computes the fraction of response tokens with mask 1 that have a target: over the batch, in its worst response.
 
     Empty if a rollout has no `teacher_index`, or if no token has mask 1.
     """

@@ -13,7 +13,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.megatron.parallel import first_ranks
-from nemo_oprd.rollout.beside import EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, RolloutEngine, Ticket
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Portion, Schedule, check_versions, ended_on_purpose, training_sampling
@@ -29,22 +29,24 @@ STREAM_FILE = Path("rollouts/stream.json")
 class RolloutSampler:
     """Samples the rollouts of each step; they depend on the configuration, the step and the weights only.
 
-    With `rollout.max_lag` responses of later steps are sampled before a step is computed (`schedule.py`). At most one
-    call of the engine is under way, and `settle` brings its responses home before the weights change.
+    With `rollout.max_lag` the engine samples responses of later steps before a step is computed (`schedule.py`). At
+    most one call of the engine is under way, and `settle` collects its responses before the weights change.
 
     Attributes:
-        teacher_inputs: per teacher, what adds its sequences to rollouts; None if it reads the student's ids. Empty if
-            recorded rollouts already have the sequences.
-        cache: keeps the rollouts that were sampled last, for a run that is interrupted.
+        teacher_inputs: per teacher, an object that adds its sequences to rollouts; None if it reads the student's
+        ids.
+            Empty if recorded rollouts already have the sequences.
+        cache: stores the rollouts that were sampled last, for a resumed run.
         first_step: the number of steps behind the weights with which the run begins.
-        should_cancel: whether the run was asked to stop; the sampling of a step is then cancelled.
-        stop: called on every rank after that, with the steps so far, the step that was sampled, the responses that were
-            kept and the requests; saves and raises `Stopped`.
-        note: called after each sampling with when it began and ended, in seconds since the epoch, and by name with
-            the fields of `run.timeline.Interval`.
-        beside: the engine's calls that an evaluation may go with; None if evaluations are sampled alone.
-        complete: called with a step and responses of it as soon as they are complete, where they are; None: nobody
-            waits for them.
+            should_cancel: whether the run was asked to stop; the sampler then cancels the sampling of a step.
+        stop: called on every rank after that, with the steps so far, the sampled step, the responses that were kept
+            and the requests; saves and raises `Stopped`.
+        note: called after each sampling with its begin and end, in seconds since the epoch, and by name with the
+            fields of `Interval` (`run/timeline.py`).
+        beside: the engine's calls that may include an evaluation; None if evaluations have calls of their own.
+        complete: called with a step and responses of it as soon as they are complete, on the rank that has them;
+        None:
+            no part of the run needs them early.
     """
 
     config: Config
@@ -59,18 +61,18 @@ class RolloutSampler:
     note: Callable[..., None] = lambda began, ended, **more: None
     beside: EngineBeside | None = None
     complete: Callable[[int, list[Rollout]], None] | None = None
-    # of steps that are not over, by their step; all responses of a step, some of which may go on (`finish_reason` None)
+    # by step, of steps that are not over: all responses of the step, some perhaps unfinished (`finish_reason` None)
     _sampled: dict[int, list[Rollout]] = field(default_factory=dict)
     _under_way: tuple[Portion, Ticket] | None = None
     _unchecked: list[list[Rollout]] = field(default_factory=list)
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """The rollouts of a step with their teachers' sequences, the same on every rank. Every rank calls this.
+        """Returns the rollouts of a step with their teachers' sequences, the same on every rank. Every rank calls this.
 
         The engine has the weights after `step` steps.
 
         Raises:
-            ValueError: a response is not of the weights that it should be.
+            ValueError: a response comes from other weights than the schedule demands.
             Stopped: a signal asked the run to stop before all responses were complete.
         """
         requests, sampled = self._of_step(step)
@@ -82,7 +84,7 @@ class RolloutSampler:
         return add_teacher_inputs(self.teacher_inputs, taught_by, rollouts, requests)
 
     def _of_step(self, step: int) -> tuple[list[Request], list[Rollout]]:
-        """(What was asked for, the responses) of a step."""
+        """Returns (the requests, the responses) of a step."""
         requests = self.schedule.requests(step)
         for earlier in [each for each in self._sampled if each < step]:
             del self._sampled[earlier]
@@ -105,9 +107,9 @@ class RolloutSampler:
             self._collect(*self._under_way, step)
 
     def unchecked(self) -> list[list[Rollout]]:
-        """What was sampled from the engine's weights since the last call, in the order of the engine's calls.
+        """Returns the rollouts sampled from the engine's weights since the last call, in the order of sampling.
 
-        The prompt of a part of a response is all that comes before it.
+        The prompt of a part of a response is the whole text before it.
         """
         found, self._unchecked = self._unchecked, []
         return found
@@ -125,13 +127,13 @@ class RolloutSampler:
         return digests
 
     def read_ahead(self, directory: Path) -> None:
-        """Takes up what `write_ahead` wrote into the checkpoint that the run begins with. Every rank calls this.
+        """Reads the files of `write_ahead` from the checkpoint with which the run begins. Every rank calls this.
 
-        Rollouts that were sampled with other settings, `rollout.max_lag` among them, are sampled anew.
+        The run samples rollouts anew if settings have changed, `rollout.max_lag` among them.
 
         Raises:
-            ValueError: they were sampled from other weights than those that are known under the same number; or the
-                run's steps have taken responses as they were complete.
+            ValueError: they come from other weights than the known ones of the same number; or the run was one with
+                `rollout.mode=stream`.
         """
         if first_ranks((directory / STREAM_FILE).exists()):
             raise ValueError(
@@ -158,7 +160,7 @@ class RolloutSampler:
                 self._collect(portion, ticket, step)
 
     def _note_weights(self) -> None:
-        """Notes which weights the engine has, before anything is sampled from them."""
+        """Notes which weights the engine has, before it samples from them."""
         weights = self.engine.weights
         self.cache.digests.note(weights.steps, weights.digest, "this run")
 
@@ -166,7 +168,7 @@ class RolloutSampler:
         """Begins to sample a portion; None if the cache has all of it from the interrupted run."""
         step, requests, params = portion.step, portion.requests, portion.params
         self.cache.check()
-        # only what the weights with which the run begins have sampled
+        # the cache holds only samples of the weights with which the run begins
         cached = self.cache.take(step, requests, params) if portion.weights == self.first_step else {}
         if cached:
             number = f"the {len(cached)}" if len(cached) == len(requests) else f"{len(cached)} of {len(requests)}"
@@ -183,7 +185,7 @@ class RolloutSampler:
         return ticket
 
     def _collect(self, portion: Portion, ticket: Ticket, done: int) -> None:
-        """Waits for a portion, while the run has made `done` steps, and keeps it for a resume."""
+        """Waits for a portion, while the run has made `done` steps, and stores it for a resume."""
         step, requests, params = portion.step, portion.requests, portion.params
         self._under_way, began = None, time.time()
         try:
@@ -193,12 +195,12 @@ class RolloutSampler:
         except GenerationCancelled as cancelled:
             self._stop(portion, cancelled.completed, done)
         self._note(portion, ticket, began)
-        if portion.last:  # earlier ones would be in the way of the last one
+        if portion.last:  # an earlier portion would overwrite the last one
             self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
         self._came(portion, rollouts)
 
     def _stop(self, portion: Portion, completed: dict[int, Rollout], done: int) -> NoReturn:
-        """Keeps what is complete of a portion, and stops the run, which has made `done` steps."""
+        """Stores the complete responses of a portion, and stops the run, which has made `done` steps."""
         step, requests = portion.step, portion.requests
         # a run that resumes after `done` steps looks for these
         kept = completed if portion.weights == done else {}
@@ -208,11 +210,11 @@ class RolloutSampler:
         self.stop(done, step, len(kept), len(requests))
 
     def _engine_of(self, portion: Portion) -> RolloutEngine | EngineBeside:
-        """An evaluation goes with what is sampled during the gradient, not with what the ranks wait for before it."""
+        """Chooses the calls for a portion: an evaluation joins only sampling that runs beside the gradient."""
         return self.beside if self.beside is not None and portion.last else self.engine
 
     def _note(self, portion: Portion, ticket: Ticket, began: float) -> None:
-        """Says when a portion was sampled; `began`: when this process began to collect it."""
+        """Reports when a portion was sampled; `began`: when this process began to collect it."""
         collected, served = time.time(), ticket.served
         spans = list(served.values()) or [(began, collected)]
         more = {"batch": portion.step + 1, "submitted": ticket.submitted, "collected": collected}

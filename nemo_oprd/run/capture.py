@@ -41,7 +41,7 @@ from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import check_settings
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
-from nemo_oprd.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
 
 logger = logging.getLogger(__name__)
 

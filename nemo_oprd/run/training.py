@@ -32,7 +32,7 @@ from nemo_oprd.megatron.parallel import everyones, first_ranks, init_distributed
 from nemo_oprd.megatron.weights.hf_export import export_hf
 from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.megatron.weights.torch_dist import OtherCheckpointError
-from nemo_oprd.rollout.beside import EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache

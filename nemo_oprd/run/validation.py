@@ -20,7 +20,7 @@ from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
 from nemo_oprd.evaluation.teacher_lead import worse_teacher
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.megatron.weights.hf import TensorReader
-from nemo_oprd.rollout.beside import EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
 from nemo_oprd.run.checkpoint_directory import iteration_directory, mark_best, prune, read_state
 from nemo_oprd.run.checkpointer import EVALUATION_DEFERRED, EvaluationOutcome

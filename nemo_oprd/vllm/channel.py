@@ -1,4 +1,4 @@
-"""Messages between a controller and its client process: JSON and open files over a Unix socket pair."""
+"""Channel between a controller and its client process: JSON messages, open files, and responses in shared segments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-# Responses in memory that a client process fills and its controller maps: files without a name, so none can be left.
+# Segments of shared memory, which a client process fills with responses and its controller maps.
 #
 # A segment holds one response after another, each as its ids, int32 [tokens], and then their log-probabilities, float32
-# [tokens]. The files are made by `memfd_create`, for which the size of /dev/shm is no limit, and end with their last
-# mapping.
+# [tokens]. `memfd_create` makes the files without a name, so none is left over. The size of /dev/shm does not limit
+# them, and the kernel frees each with its last mapping.
 
 
 # a segment takes memory only as far as it is filled
@@ -26,14 +26,14 @@ SEGMENT_BYTES = 32 << 20
 
 
 class SegmentWriter:
-    """Appends responses. `announce` is called with the descriptor of every new segment, which closes with the next."""
+    """Appends responses. It calls `announce` with the descriptor of every new segment, and closes that one later."""
 
     def __init__(self, announce: Callable[[int], None]) -> None:
         self._announce = announce
         self._file, self._count, self._used, self._size = -1, 0, 0, 0
 
     def write(self, ids: np.ndarray, logprobs: np.ndarray) -> tuple[int, int]:
-        """Where a response is: (index of the segment, offset in bytes)."""
+        """Writes a response; returns (index of the segment, offset in bytes)."""
         size = ids.nbytes + logprobs.nbytes
         if self._used + size > self._size:
             self._begin(max(size, SEGMENT_BYTES))
@@ -52,7 +52,7 @@ class SegmentWriter:
         self._announce(self._file)
 
     def close(self) -> None:
-        """Closes the last segment; whoever has mapped it keeps it."""
+        """Closes the last segment; its mappings stay valid."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -70,7 +70,7 @@ class SegmentReader:
         os.close(file)
 
     def response(self, segment: int, offset: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, log-probabilities) as views, which keep the segment's memory."""
+        """Returns (ids, log-probabilities) as views, which keep the segment's memory."""
         data = self._mapped[segment]
         ids = np.frombuffer(data, np.int32, tokens, offset)
         return ids, np.frombuffer(data, np.float32, tokens, offset + ids.nbytes)
@@ -81,14 +81,14 @@ _MOST_FILES = 16
 
 
 class Channel:
-    """One end. Any thread may send; one thread receives."""
+    """One end of the channel. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._lock = end, threading.Lock()
         self._received, self._files = bytearray(), deque[int]()
 
     def send(self, message: dict[str, Any], file: int | None = None) -> None:
-        """Sends a message, with a file of which the other end gets a descriptor of its own.
+        """Sends a message, with a file of which the other end gets its own descriptor.
 
         Raises:
             OSError: the other end is closed.
@@ -100,7 +100,7 @@ class Channel:
             self._socket.sendall(data[sent:])
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None once the other end is closed."""
+        """Returns the next message; None once the other end is closed."""
         while (message := self._next()) is None:
             try:
                 data, files, *_ = socket.recv_fds(self._socket, 1 << 16, _MOST_FILES, socket.MSG_CMSG_CLOEXEC)
@@ -123,11 +123,11 @@ class Channel:
         return message
 
     def take_file(self) -> int:
-        """The descriptor of the file that came with the message just received; the caller closes it."""
+        """Returns the descriptor of the file that came with the last received message; the caller closes it."""
         return self._files.popleft()
 
     def close(self) -> None:
-        """Closes this end and the files that nobody has taken."""
+        """Closes this end and the received files that the caller has not taken."""
         self._socket.close()
         while self._files:
             os.close(self._files.popleft())

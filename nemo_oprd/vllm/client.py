@@ -1,5 +1,5 @@
-"""Calls to vLLM servers. All calls run in one thread with an event loop, so that a rank can take part in collectives
-meanwhile; every call has a deadline."""
+"""HTTP client of vLLM servers. All calls run in one thread with an event loop, so that a rank can take part in
+collectives meanwhile; every call has a deadline."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from nemo_oprd.runtime.messages import ANY_RANK
 from nemo_oprd.runtime.signals import StoppedWaiting, requested_stop
 from nemo_oprd.runtime.waiting import Notice
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
-from nemo_oprd.vllm.worker.nemo_oprd_door import LEASE, LEASE_S, RELEASE, RENEW
+from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, LEASE_S, RELEASE, RENEW
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# a server that does not answer /health for this long is taken for dead: the main thread of a server never computes
+# a server that does not answer /health for this long counts as dead: its main thread never computes
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
 READY_EVERY_S = 0.25
-# for calls that only start, pause or ask something
+# deadline of calls that only start, pause or ask something
 CALL_TIMEOUT_S = 120.0
-# a server that does not hear that a run is over notices it by itself
+# deadline of the release: a server whose run ends without one notices that by itself
 RELEASE_TIMEOUT_S = 10.0
 
 
 class ConnectionBroken(ServerDied):
-    """The connection of a call ended without an answer; if the server is well, the call can be repeated."""
+    """Raised if the connection of a call ended without an answer; a call to a healthy server can be repeated."""
 
 
 class Client:
@@ -53,15 +53,15 @@ class Client:
         self._thread.start()
 
     def _http_of(self, server: Server) -> Any:
-        """What makes the HTTP calls to a server."""
+        """Returns the HTTP client for a server."""
         if server.socket not in self._http:
-            # a connection for each call: an idle one could be closed by the server just as it is used again
+            # a connection for each call: the server could close an idle one just as the client uses it again
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
             transport = None
             if server.socket is not None:
                 uds = str(server.socket)
                 transport = httpx2.AsyncHTTPTransport(uds=uds, limits=limits, verify=False, trust_env=False)
-            # a proxy of the environment is for the outside
+            # ignores a proxy of the environment, which is meant for other hosts
             self._http[server.socket] = httpx2.AsyncClient(limits=limits, transport=transport, trust_env=False)
         return self._http[server.socket]
 
@@ -70,7 +70,7 @@ class Client:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` to its end."""
+        """Runs `work` to its end; returns its result."""
         return self.start(work).result()
 
     def call(self, function: Callable[[], Any]) -> None:
@@ -104,10 +104,10 @@ class Client:
         self.run(all_of_them())
 
     async def _renew(self, server: Server) -> None:
-        """Keeps the lease of a server while this run has nothing to ask of it."""
+        """Renews the lease of a server while this run has no request for it."""
         while True:
             await asyncio.sleep(LEASE_S / 6)
-            with suppress(ServerDied, ServerRefused):  # whoever needs the server finds that out
+            with suppress(ServerDied, ServerRefused):  # the next call to the server reports that
                 await self.post(server, RENEW, timeout=CALL_TIMEOUT_S)
 
     async def post(
@@ -123,7 +123,7 @@ class Client:
 
         Raises:
             ServerDied: no answer, or not in time, or an answer of a server that is ending.
-            ServerRefused: the server is well and refuses.
+            ServerRefused: the server is healthy and refuses.
         """
         if LEASE in server.headers and server.number not in self._renewals:
             self._renewals[server.number] = asyncio.create_task(self._renew(server))
@@ -166,7 +166,7 @@ class Client:
             await asyncio.gather(call, watch, return_exceptions=True)
 
     async def watch(self, server: Server) -> str:
-        """Returns why the server counts as dead, once it does."""
+        """Polls the server's health; returns why the server counts as dead, once it does."""
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
@@ -177,7 +177,7 @@ class Client:
                 return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 
     async def is_healthy(self, server: Server, timeout: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the server answers within `timeout` that it is well; at once if nobody listens any more."""
+        """Whether the server answers a health check within `timeout`; returns False at once if its port is closed."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -190,7 +190,7 @@ class Client:
         return False
 
     async def wait_until_healthy(self, server: Server, timeout: float) -> None:
-        """Waits for a server that was just started, and says so when that takes long.
+        """Waits for a server that was just started, and reports it if that takes long.
 
         Raises:
             ServerDied: it ended.
@@ -211,18 +211,18 @@ class Client:
             await asyncio.sleep(READY_EVERY_S)
 
     async def ask_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
-        """What each worker of the server answers to a method of its extension (`worker/`)."""
+        """Returns each worker's answer to a method of its extension (`worker/`)."""
         answer = await self.post_watched(server, "/collective_rpc", {"method": method}, timeout=timeout)
         return answer["results"]
 
     async def stays_healthy(self, server: Server) -> bool:
-        """Whether the server is well a second later, when it would have noticed the death of its engine."""
+        """Whether the server is healthy a second later, when it would have noticed the death of its engine."""
         await asyncio.sleep(1.0)
         return await self.is_healthy(server)
 
 
 def _look_after(server: Server, notice: Notice) -> None:
-    """What is due while a server is waited for; raises as `wait_until_healthy`."""
+    """Runs the checks that are due during a wait for a server; raises as `wait_until_healthy`."""
     server.check_alive()
     if signal := requested_stop():
         raise StoppedWaiting(f"stopped by {signal} while waiting for {server.name}")

@@ -1,8 +1,8 @@
-"""The client process of a controller: talks to its servers, and reads and checks what they answer.
+"""The client process of a controller: sends requests to its servers, parses and checks the answers, reports to it.
 
-`python -m nemo_oprd.vllm.client_main DESCRIPTOR`: of a socket to the controller (`client_process.py`). It is a
-process of its own because reading the answers of a step takes seconds to minutes of Python, which would hold up the
-trainer's rank. It imports neither torch nor Megatron, and ends when the controller ends, however that happens.
+`python -m nemo_oprd.vllm.client_main DESCRIPTOR`, the descriptor of a socket to the controller (`client_process.py`).
+It is a process of its own because parsing the answers of a step takes seconds to minutes of Python, which would delay
+the trainer's rank. It imports neither torch nor Megatron, and ends when the controller ends, however that happens.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.sampling import Claimed, Sampling
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused, last_words
 
-# A server's answer to a request -> the ids and log-probabilities of a response, or why it is none of this run.
+# Parsing of answers: a server's answer -> the ids and log-probabilities of a response, or the reason of a refusal.
 #
-# Answers have some 150 bytes per token, of which a few are used. Compiled code of pydantic makes Python objects of
-# those alone, which takes a third of the time of `json.loads`.
+# Answers have some 150 bytes per token, of which a few are needed. Compiled code of pydantic makes Python objects of
+# those alone, in a third of the time of `json.loads`.
 
 
 # how far rounding may lift the logarithm of a probability above 0
 LOGPROB_ROUNDING = 1e-3
-# what vLLM answers instead of NaN, of minus infinity and of a log-probability that it does not know
+# vLLM's answer in place of NaN, of minus infinity and of a log-probability that it does not know
 NO_LOGPROB = -9999.0
 
 
@@ -74,9 +74,9 @@ _ANSWER = TypeAdapter(_Answer)
 
 @dataclass
 class AnswerCheck:
-    """What all responses of a round have in common: the version of the weights, and the ids that may be sampled.
+    """Checks the responses of a round: the version of the weights, and the ids that may be sampled.
 
-    `may_be_cut`: the round is cut, so that a response may have its first tokens only, or none.
+    `may_be_cut`: the controller has cut the round, so that a response may have its first tokens only, or none.
     """
 
     version: str
@@ -84,13 +84,13 @@ class AnswerCheck:
     may_be_cut: bool = False
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Response:
-        """The response in a server's answer to request `index`, which asked for at most `most` tokens.
+        """Returns the response in a server's answer to request `index`, which asked for at most `most` tokens.
 
-        It has no ids if the round was cut before its first one.
+        The response has no ids if the round was cut before the first one.
 
         Raises:
-            ServerDied: the server gave the response up, as one does that somebody ends.
-            ServerRefused: it was not sampled from the current weights and the known ids alone, or says too little.
+            ServerDied: the server aborted the request, as it does while it shuts down.
+            ServerRefused: other weights or unknown ids were sampled, or the answer lacks a field.
         """
         try:
             (choice,) = _ANSWER.validate_json(answer, strict=True)["choices"]
@@ -120,7 +120,7 @@ class AnswerCheck:
         return Response(self._ids(index, ids, logprobs, server), reason == "stop", logprobs, cut=cut)
 
     def _ids(self, index: int, ids: list[int], logprobs: np.ndarray, server: str) -> np.ndarray:
-        """The ids as an array, if they and their log-probabilities can be those of a response."""
+        """Returns the ids as an array; raises unless they and their log-probabilities can be those of a response."""
         outside = self.known_ids.outside(ids)
         if outside or len(logprobs) != len(ids) or not ids:
             raise ServerRefused(
@@ -149,7 +149,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class OthersServer(Server):
-    """A server that the controller has started, or has an address of.
+    """A server that the controller has started, or whose address it has.
 
     Attributes:
         label: its name for messages.
@@ -160,13 +160,13 @@ class OthersServer(Server):
     log: Path | None = None
 
     def __post_init__(self) -> None:
-        """Paths come as text."""
+        """Converts the paths, which arrive as text."""
         self.socket = None if self.socket is None else Path(self.socket)
         self.log = None if self.log is None else Path(self.log)
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the server in messages."""
         return self.label
 
     def last_words(self) -> str:
@@ -175,26 +175,26 @@ class OthersServer(Server):
 
 
 class ToldRound:
-    """One round, and what the controller is told of it: responses, claims, and at the end how it went.
+    """One round, and the messages about it to the controller: responses, claims, and the result at the end.
 
-    What arises in one turn of the event loop goes in one message: a round begins with a claim for every slot, and
+    One message carries all events of one turn of the event loop: a round begins with a claim for every slot, and
     servers often finish several responses at a time.
     """
 
     def __init__(self, channel: Channel, client: Client, message: dict[str, Any]) -> None:
-        """`message`: `Job.message`."""
+        """Reads the round from `message`, which `Job.message` has made."""
         self._channel, self._waited_s = channel, time.monotonic() - message["asked"]
         self._writer = SegmentWriter(lambda file: channel.send({"kind": "segment"}, file))
         self._servers: list[Server] = [OthersServer(**server) for server in message["servers"]]
         self._check = AnswerCheck(message["version"], TokenIds(**message["known_ids"]))
         self.work = Sampling(client, self._check, message["timeout_s"], self._claim, message["slots"], self._deliver)
-        self._responses: list[dict[str, Any]] = []  # not yet told, like `_claims`
+        self._responses: list[dict[str, Any]] = []  # not yet sent, like `_claims`
         self._claims: list[asyncio.Future[Claimed | None]] = []
         self._told: deque[list[asyncio.Future[Claimed | None]]] = deque()  # the claims of each message
         self._will_tell = self._is_exhausted = False
 
     async def run(self) -> None:
-        """Samples; says how it went."""
+        """Samples until the round ends; sends the result."""
         work = self.work
         try:
             await work.run(self._servers)
@@ -205,12 +205,12 @@ class ToldRound:
                             "busy_s": [*work.busy_s.items()], "waited_s": self._waited_s})  # fmt: skip
 
     async def cut(self) -> None:
-        """Ends the round with the tokens so far of what is under way."""
+        """Ends the round; servers answer unfinished requests with their tokens so far."""
         self._check.may_be_cut = True
         await self.work.cut()
 
     def _deliver(self, index: int, response: Response, server: int) -> None:
-        if not len(response.ids):  # it was cut before its first token
+        if not len(response.ids):  # the round was cut before its first token
             return
         assert response.logprobs is not None
         segment, offset = self._writer.write(response.ids, response.logprobs)
@@ -242,18 +242,18 @@ class ToldRound:
         self._claims, self._responses = [], []
 
     def claimed(self, requests: list[Claimed]) -> None:
-        """Takes what the controller gives for the claims of a message; fewer requests are the last ones."""
+        """Takes the controller's requests for the claims of a message; fewer requests than claims are the last ones."""
         futures = self._told.popleft()
         self._is_exhausted = len(requests) < len(futures)
         for future, request in zip_longest(futures, requests):
             if not future.cancelled():
                 future.set_result(request)
-            elif request is not None:  # its server has not lived to see it
+            elif request is not None:  # its server has died meanwhile
                 self.work.give_back(request)
 
 
 class ClientMain:
-    """Does what the controller asks for. Everything but `take` runs in the thread of the client's event loop."""
+    """Executes the controller's messages. Everything but `take` runs in the thread of the client's event loop."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._client = channel, Client()
@@ -296,14 +296,14 @@ class ClientMain:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Lets the kernel end this process when its parent has ended; the end of the channel says the same."""
+    """Makes the kernel end this process when its parent has ended; the closed channel ends it, too."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Runs the client process; see the module's docstring."""
     descriptor, parent = map(int, sys.argv[1:])
     _end_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
@@ -312,7 +312,7 @@ def main() -> None:
     process = ClientMain(channel)
     while (message := channel.receive()) is not None:
         process.take(message)
-    os._exit(0)  # whatever the servers still answer, nobody waits for it
+    os._exit(0)  # drops answers still to come: no request needs them
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The controller's end of its client process: it starts the process, gives it requests, and takes responses.
+"""The controller's side of sampling: request bodies and seeds, rounds and their summaries, and the client process.
 
-The responses stay where the client process has written them (`channel.py`); this process maps them and reads none. If
-the client process ends, the round ends with what was complete, and the next round starts another one.
+The controller starts the client process, hands out requests and takes responses. The responses stay in the segments of
+the client process (`channel.py`); the controller maps them and reads none. If the client process ends, the round ends
+with the responses complete so far, and the next round starts another one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nemo_oprd.runtime.background import Aside
 from nemo_oprd.vllm.channel import Channel, SegmentReader
 from nemo_oprd.vllm.server import LocalServer, Server
 
-# What a call of `generate` asks servers for: one request per response.
+# The requests of a call of `generate`: one HTTP request per response.
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Task:
     timeout_s: float
 
     def body(self, index: int) -> dict[str, Any]:
-        """The request of one response. Unknown sampling parameters are ignored by the server without a word."""
+        """The HTTP request of one response. The server silently ignores unknown sampling parameters."""
         request = self.requests[index]
         sampling, number = request.sampled or (self.sampling, index)
         return {
@@ -57,7 +58,7 @@ class Task:
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
                 "seed": seed_of(sampling.key_of(request, number)),
                 "logprobs": 0,  # of the sampled id only
-                # the ids that end a response are ours, whatever generation_config.json says
+                # our ids end a response, whatever generation_config.json says
                 "ignore_eos": True,
                 "stop_token_ids": list(self.eos_ids),
                 "detokenize": False,
@@ -66,7 +67,7 @@ class Task:
 
 
 def seed_of(key: tuple[int, ...]) -> int:
-    """The seed of a response, or of a part; 32 bits, of which every one depends on all of the key."""
+    """Derives the seed of a response, or of a part; every one of its 32 bits depends on the whole key."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
@@ -75,23 +76,23 @@ MODULE = "nemo_oprd.vllm.client_main"
 
 @dataclass
 class Round:
-    """What a controller brings home; also while the round is under way."""
+    """Result of a controller's round, which grows while the round is under way."""
 
     sampled: dict[int, Response] = field(default_factory=dict)  # by the index of the request
     cut: dict[int, Response] = field(default_factory=dict)  # the first tokens of responses, when the round was cut
     died: dict[int, str] = field(default_factory=dict)  # per server, why
-    error: str | None = None  # what makes further sampling pointless
+    error: str | None = None  # an error that makes further sampling pointless
     busy_s: dict[int, float] = field(default_factory=dict)  # per server, the seconds until its last response
-    waited_s: float = 0.0  # before that, until the client process began
-    lost: list[str] = field(default_factory=list)  # how the client process ended, if it did
+    waited_s: float = 0.0  # the seconds before that, until the client process began
+    lost: list[str] = field(default_factory=list)  # the end of the client process, if it ended
     is_cut: bool = False  # see `ClientProcess.cut`
 
 
 @dataclass
 class RoundSummary:
-    """What ranks tell each other of a round: a `Round` with the indices alone of what was sampled.
+    """Summary of a round for other ranks: a `Round` with the indices of responses instead of the responses.
 
-    `served_s`: per server when it began and when its last response came, in seconds since the round began.
+    `served_s`: per server when it began and when its last response arrived, in seconds since the round began.
     """
 
     sampled: set[int]
@@ -104,7 +105,7 @@ class RoundSummary:
 
     @staticmethod
     def of(mine: Round, cancelled: bool) -> RoundSummary:
-        """Of one rank, which was told to cancel, or not."""
+        """Summarises one rank's round; `cancelled`: whether the rank was asked to cancel it."""
         served = {number: (mine.waited_s, mine.waited_s + seconds) for number, seconds in mine.busy_s.items()}
         return RoundSummary(
             {*mine.sampled},
@@ -118,7 +119,7 @@ class RoundSummary:
 
     @staticmethod
     def joined(parts: list[RoundSummary]) -> RoundSummary:
-        """What several ranks bring home together."""
+        """Merges the summaries of several ranks."""
         return RoundSummary(
             {i for part in parts for i in part.sampled},
             {number: why for part in parts for number, why in part.died.items()},
@@ -135,11 +136,11 @@ class Job:
     """One round of a controller.
 
     Attributes:
-        version: of the weights; servers that have others do not take part.
+        version: of the weights; servers with another version do not take part.
         step: optimizer steps behind these weights.
-        claim: the index of the next request; None if there are no more. Other controllers claim from the same queue.
-        slots: the most requests that a server gets at a time.
-        keep: called with responses, by the index of their request; each counts once it has returned.
+        claim: returns the index of the next request; None if none is left. Other controllers use the same queue.
+        slots: the largest number of requests that a server gets at a time.
+        keep: stores responses, by the index of their request; each counts once `keep` has returned.
         asked: when the round began, by the clock that all processes of a machine share.
     """
 
@@ -152,7 +153,7 @@ class Job:
     asked: float = field(default_factory=time.monotonic)
 
     def message(self, servers: list[Server]) -> dict[str, Any]:
-        """What the client process is told."""
+        """Makes the message that starts the round in the client process."""
         task = self.task
         limits = {"known_ids": asdict(task.known_ids), "timeout_s": task.timeout_s, "slots": self.slots}
         taking_part = [_address(server) for server in servers if server.pushed == self.version]
@@ -161,16 +162,16 @@ class Job:
 
 
 def _address(server: Server) -> dict[str, Any]:
-    """What the client process has to know of a server: fields of `client_main.OthersServer`."""
+    """Returns the description of a server for the client process: fields of `client_main.OthersServer`."""
     paths = {"socket": server.socket, "log": server.log if isinstance(server, LocalServer) else None}
     names = {name: getattr(server, name) for name in ("number", "in_flight", "base_url", "headers")}
     return names | {"label": server.name} | {name: None if path is None else str(path) for name, path in paths.items()}
 
 
 class Keeper:
-    """Takes responses to `result` once `keep` has returned: in a thread, so that a slow disk holds up nothing else.
+    """Adds responses to `result` once `keep` has returned, in a thread, so that a slow disk delays nothing else.
 
-    `failed` is called in that thread if they can't be kept; the end of the context raises why.
+    If `keep` fails, the thread calls `failed`, and the end of the context raises the error.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits until all responses are kept."""
+        """Waits until all responses are stored."""
         self._waiting.put(None)
         if kind is None:
             self._aside.finish()
@@ -206,7 +207,7 @@ class Keeper:
             is_over = False
             while not is_over:
                 found = [self._waiting.get()]
-                while not self._waiting.empty():  # nobody else takes from it
+                while not self._waiting.empty():  # no other thread takes from it
                     found.append(self._waiting.get())
                 is_over, responses = found[-1] is None, dict(filter(None, found))
                 if responses:
@@ -228,14 +229,14 @@ class ClientProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The id of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         root = str(Path(nemo_oprd.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # a session of its own: it gets no signals that are for this process
+        # a session of its own: signals to this process do not reach it
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
@@ -248,29 +249,29 @@ class ClientProcess:
         self._channel = Channel(ours)
 
     def start(self, job: Job, servers: list[Server], result: Round) -> Future[None]:
-        """Begins a round, whose responses and end go to `result`; what the future raises went wrong in our own code.
+        """Begins a round, whose responses and end go to `result`; the future raises errors of this program only.
 
-        `job.claim` and `job.keep` are called in threads of this object, each in its own.
+        Threads of this object call `job.claim` and `job.keep`, each in its own.
         """
         if self._process is None:
             self._start()
         return self._thread.submit(self._carry_out, job, servers, result)
 
     def tell_death(self, number: int, why: str) -> None:
-        """Says that a server has ended."""
+        """Tells the client process that a server has ended."""
         self._tell({"kind": "died", "server": number, "why": why})
 
     def stop(self) -> None:
-        """Asks to end the round."""
+        """Asks the client process to end the round."""
         self._tell({"kind": "stop"})
 
     def cut(self, result: Round) -> None:
-        """Asks to end the round that fills `result` with the tokens so far of what is under way (`Round.cut`)."""
-        result.is_cut = True  # before it is told: perhaps the round's thread has not told of the round yet
+        """Asks the client process to end the round that fills `result` now; partial responses go to `Round.cut`."""
+        result.is_cut = True  # before the message: perhaps the round's thread has not started the round yet
         self._tell({"kind": "cut"})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # it has ended, which the round notices
+        with suppress(OSError):  # the process has ended, which the round notices
             self._channel.send(message)
 
     def _carry_out(self, job: Job, servers: list[Server], result: Round) -> None:
@@ -281,16 +282,16 @@ class ClientProcess:
                     self._tell({"kind": "cut"})
                 self._listen(job, keeper, result)
         except BaseException:
-            self._end()  # the servers give up what they sample when their connections close
+            self._end()  # the servers abort requests whose connections close
             raise
 
     def _listen(self, job: Job, keeper: Keeper, result: Round) -> None:
-        """Does what the client process asks for until the round is over, or the process has ended."""
+        """Executes the client process's messages until the round is over, or the process has ended."""
         segments = SegmentReader()
         while (message := self._channel.receive()) is not None:
             kind = message.pop("kind")
             if kind == "news":
-                if message["claims"]:  # first, because servers wait for that
+                if message["claims"]:  # first, because servers wait for requests
                     self._claim(job, message["claims"])
                 for response in message["responses"]:
                     self._take(job, segments, keeper, result, **response)
@@ -305,7 +306,7 @@ class ClientProcess:
         result.lost.append(self._end())
 
     def _claim(self, job: Job, count: int) -> None:
-        """Gives as many requests, or all that are left."""
+        """Sends `count` requests, or all that are left, to the client process."""
         requests = []
         for _ in range(count):  # one at a time, so that machines take turns
             index = job.claim()
@@ -329,7 +330,7 @@ class ClientProcess:
         offset: int,
         tokens: int,
     ) -> None:
-        """Takes a response, which `server` has sampled; one that was cut is not kept."""
+        """Takes a response that `server` has sampled; a partial one is not stored."""
         ids, logprobs = segments.response(segment, offset, tokens)
         versions = np.array([[job.step, 0, tokens]], np.int32)  # the client process has compared `Job.version`
         response = Response(ids, finished, logprobs, versions, cut=cut)
@@ -339,7 +340,7 @@ class ClientProcess:
             keeper.add(index, response)
 
     def _end(self) -> str:
-        """Ends the process; how it had ended."""
+        """Ends the process; returns how it had ended."""
         with self._ending:  # the round's thread may notice the end while the engine is closed
             process, self._process = self._process, None
         if process is None:

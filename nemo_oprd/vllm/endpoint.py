@@ -1,4 +1,4 @@
-"""A vLLM server that somebody else runs (`rollout.vllm.endpoints`): its address, its token, and the run's lease."""
+"""Servers that others run (`rollout.vllm.endpoints`): address, token and lease of each, and the wait for all."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from nemo_oprd.runtime.files import replacing
 from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.runtime.waiting import wait_for
 from nemo_oprd.vllm.server import Server
-from nemo_oprd.vllm.worker.nemo_oprd_door import LEASE, RUN, read_tokens
+from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, RUN, read_tokens
 
 logger = logging.getLogger(__name__)
 
 UNIX = "unix://"
-# a server that does not answer for so long is asked again, after the others
+# a server that does not answer for this long is asked again, after the others
 _ANSWER_S = 10.0
-# in a run directory: a secret of mode 0600, by which its endpoints know a later start
+# a file in a run directory: a secret of mode 0600, by which endpoints recognise a later start of the run
 LEASE_FILE = Path("vllm", "lease")
 
 
 @dataclass
 class Endpoint(Server):
-    """A server that somebody else runs; it is never restarted, but waited for.
+    """A server that another user or program runs; the run never restarts it, but waits for it.
 
     Attributes:
         url: as `rollout.vllm.endpoints` names it.
@@ -38,7 +38,7 @@ class Endpoint(Server):
     url: str = ""
 
     def __post_init__(self) -> None:
-        """The address."""
+        """Derives the address from `url`."""
         if self.url.startswith(UNIX):
             self.socket = Path(self.url.removeprefix(UNIX))
         else:
@@ -46,22 +46,21 @@ class Endpoint(Server):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the server in messages."""
         return f"{super().name} ({self.url})"
 
     def restart(self, why: str) -> None:
-        """Counts a death; whoever uses the server next waits until it is there again."""
+        """Counts a death; the next call that uses the server waits until it is back."""
         self.check_deaths(why)
         logger.warning(f"{self.name} is waited for: {why}", extra=ON_STDOUT)
         self.generation += 1
 
 
 def caller(token_file: str, output: str, url: str) -> dict[str, str]:
-    """The headers by which an endpoint knows this run: the token, a lease, and what others are told of it.
+    """Makes the headers by which an endpoint recognises this run: token, lease, and a description for other runs.
 
-    The lease is the same for all starts in the directory `output`, but for the name of this start: whoever starts there
-    holds the directory's lock, so that the earlier ones have ended. It is another one for each endpoint, and in a copy
-    of the directory.
+    The lease is the same for all starts in the directory `output`, but for the name of this start: a start holds the
+    directory's lock, so the earlier ones have ended. Each endpoint, and each copy of the directory, has another one.
 
     Raises:
         ValueError: `token_file` holds no token.
@@ -73,7 +72,7 @@ def caller(token_file: str, output: str, url: str) -> dict[str, str]:
 
 
 def guest(token_file: str, output: str) -> dict[str, str]:
-    """`caller` without a lease, for servers that several runs share; every rank may call this.
+    """Makes the headers of `caller` without a lease, for servers that several runs share; every rank may call this.
 
     Raises:
         ValueError: `token_file` holds no token.
@@ -85,7 +84,7 @@ def guest(token_file: str, output: str) -> dict[str, str]:
 
 
 def _secret(file: Path) -> bytes:
-    """What the file holds; a fresh one if there is none, or if others can read it, as in a copy of the directory."""
+    """Reads the secret in the file; makes a fresh one if there is none, or if others can read it, as in a copy."""
     try:
         return read_tokens(str(file))[0].encode()
     except ValueError:
@@ -101,10 +100,10 @@ def _secret(file: Path) -> bytes:
 def check_endpoints(
     urls: list[str], token_file: str | None, key: str = "rollout.vllm.endpoints", group: str = "rollout.vllm"
 ) -> None:
-    """Raises ValueError unless `urls` are addresses of servers, and `token_file` is that of their token.
+    """Raises ValueError unless `urls` are addresses of servers, and `token_file` holds their token.
 
     Args:
-        key, group: where `urls` are named, and the group that has `token_file`.
+        key, group: the configuration key of `urls`, and the group that has `token_file`.
     """
     for url in urls:
         parts = urlsplit(url)
@@ -127,14 +126,14 @@ def check_endpoints(
 
 
 def wait_for_servers(key: str, urls: list[str], limit_s: float) -> None:
-    """Waits until all servers at `urls` answer that they are well.
+    """Waits until all servers at `urls` pass a health check.
 
     Args:
-        key: where `urls` are named.
-        limit_s: seconds that the wait may take.
+        key: the configuration key of `urls`.
+        limit_s: the longest wait in seconds.
 
     Raises:
-        ValueError: one did not.
+        ValueError: a server did not.
         Stopped: SIGTERM or SIGUSR1 arrived.
     """
     from nemo_oprd.vllm.client import READY_EVERY_S, Client

@@ -1,11 +1,11 @@
 """The rollout engine of `rollout.engine=vllm`: servers on the machines of the job, or endpoints.
 
-One rank per machine, the controller, starts the servers of its machine and talks to them over Unix sockets. The other
+One rank per machine, the controller, starts the servers of its machine and calls them over Unix sockets. The other
 ranks wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one
-queue, so a fast server samples more of them. A client process of the controller asks the servers and reads their
-answers; at the end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when nothing
-is left to claim; the server is restarted, gets the current weights again, and the next round samples what is missing.
-A client process that dies ends the round, too, and the next one has another client process.
+queue, so a fast server samples more of them. The controller's client process sends them to the servers and parses the
+answers; at the end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when no
+request is left to claim; the server is restarted, gets the current weights again, and the next round samples the rest.
+A client process that dies ends the round, too; the next one has another client process.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nemo_oprd.rollout.response import Response
 from nemo_oprd.runtime.signals import StoppedWaiting, agree
 from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client_process import Task
-from nemo_oprd.vllm.controlled import Controlled, machines_and_devices
+from nemo_oprd.vllm.controller import Controlled, machines_and_devices
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
+from nemo_oprd.vllm.pending_call import VllmTicket
 from nemo_oprd.vllm.placement import Place, place_servers
 from nemo_oprd.vllm.rounds import Rounds
 from nemo_oprd.vllm.server import LocalServer, Server, ServerRefused
-from nemo_oprd.vllm.ticket import VllmTicket
-from nemo_oprd.vllm.weight_push import UpdateCalls, WeightPush, digest_in
+from nemo_oprd.vllm.weight_transfer import UpdateCalls, WeightPush, digest_in
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class VllmEngine(Generates):
         eos_ids: tuple[int, ...],
         sampled: TokenIds | None = None,
     ) -> None:
-        """Starts the servers and returns without waiting for them; see `make_engine`. The ranks have the weight stream.
+        """Starts the servers and returns without a wait; see `make_engine`. The layout `ranks` has the weight stream.
 
         Raises:
             ValueError: the placement of the servers is wrong, or a server refuses.
@@ -99,11 +99,11 @@ class VllmEngine(Generates):
         self._rounds = Rounds(self._mine, self._places, self._settings)
         self._stream: WeightStream | None = None
         self.weights, self._version = Weights(0), ""
-        self._asleep = 0  # the level of servers that share GPUs with the trainer; 0: awake, 2: without weights
+        self._asleep = 0  # sleep level of servers that share GPUs with the trainer; 0: awake, 2: without weights
         self.metrics: dict[str, float] = {}
 
     def _make_server(self, place: Place, flags: list[str]) -> Server:
-        """A server of this rank, not yet started."""
+        """Makes a server of this rank, not yet started."""
         common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
             headers = caller(str(self._settings.token_file), self._config.output, place.url)
@@ -125,10 +125,10 @@ class VllmEngine(Generates):
             raise ServerRefused(str(error)) from None
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
-        """See `RolloutEngine`. Returns once every server has the weights and has proved it.
+        """See `RolloutEngine`. Returns once every server has the weights and the digests agree.
 
-        A signal that asks the run to stop ends the wait for a server. Then none has the weights, and the next call that
-        samples is cancelled, on all ranks.
+        A signal that asks the run to stop ends the wait for a server. Then no server has the weights, and the next call
+        that samples raises GenerationCancelled on all ranks.
 
         Raises:
             ValueError: a server refuses the weights, or died too often.
@@ -141,7 +141,7 @@ class VllmEngine(Generates):
         self._asleep = 0
 
     def load(self, read: TensorReader, source: str) -> None:
-        """See `RolloutEngine`; the tensors are read as often as servers need them."""
+        """See `RolloutEngine`; reads the tensors again each time that servers need them."""
 
         def weights() -> Iterable[tuple[str, torch.Tensor]]:
             if not self._has_stream:
@@ -159,10 +159,9 @@ class VllmEngine(Generates):
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> VllmTicket:
-        """See `RolloutEngine`. Responses are kept as they come, so `done` may hold any of them.
+        """See `RolloutEngine`. The engine keeps single responses, so `done` may hold any of them.
 
-        The servers sample from here on. There is no collective in here unless servers had given their memory back.
-        `keep` is called on the controllers, in a thread of its own.
+        The servers sample from here on. Only servers that gave memory back need a collective. A thread calls `keep`.
 
         Raises:
             ValueError: a prompt leaves no room for a response.
@@ -182,7 +181,7 @@ class VllmEngine(Generates):
         """See `RolloutEngine`.
 
         Raises:
-            ValueError: a server refuses, answers nonsense or died too often.
+            ValueError: a server refuses, gives an invalid answer or died too often.
         """
         assert isinstance(ticket, VllmTicket)
         while ticket.missing():
@@ -196,7 +195,7 @@ class VllmEngine(Generates):
     def gather(
         self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
-        """See `RolloutEngine`. A server that dies is restarted when no other one has anything left to sample.
+        """See `RolloutEngine`. Restarts a dead server when no other server has a request left to sample.
 
         Raises:
             ValueError: as `collect`.
@@ -209,10 +208,9 @@ class VllmEngine(Generates):
         return self._rounds.given(ticket)
 
     def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
-        """See `RolloutEngine`. The servers end what they sample, and are paused until the next weights.
+        """See `RolloutEngine`. The servers abort their requests, and stay paused until the next weights.
 
-        Nothing is waited for. A server that dies meanwhile is started again, and gets the next weights; its unfinished
-        tokens are lost.
+        The call waits for no response. A dead server is restarted, gets the next weights, and loses unfinished tokens.
 
         Raises:
             ValueError: a server refuses, or died too often.
@@ -236,7 +234,7 @@ class VllmEngine(Generates):
         self._rounds.begin(ticket, self._version, self.weights)
 
     def _complete_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> None:
-        """Waits for a round to its end, and prepares the next one if servers have died.
+        """Waits for the end of a round, and prepares the next one if servers have died.
 
         Raises:
             GenerationCancelled, ValueError: as `collect`.
@@ -257,22 +255,22 @@ class VllmEngine(Generates):
             self._push_again()
 
     def _finish(self, ticket: VllmTicket, *, last: bool) -> None:
-        """Notes the metrics of the call, and lets servers give their GPU memory back."""
+        """Records the metrics of the call, and lets servers give their GPU memory back."""
         busy = ticket.busy_s
         self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
         if len(busy) > 1:
-            # the share of the time of all servers in which they waited for the slowest one
+            # the share of all servers' time in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
         self.rest(level=2 if last else 1)
 
     def rest(self, level: int = 2) -> None:
-        """See `RolloutEngine`; weights that are replaced next need not be copied to the host (level 2)."""
+        """See `RolloutEngine`; with level 2, servers drop their weights instead of copying them to the host."""
         self._asleep = level
         if self._any_sleeps:  # no rank computes before the memory of its GPU is free
             self._push.call_sleepers(f"/sleep?level={self._asleep}&mode=wait")
 
     def _wake_up(self) -> None:
-        """Gives servers that share GPUs with the trainer their memory again, unless an update has done so."""
+        """Gives the servers that share GPUs with the trainer their memory again, unless an update has done so."""
         if not self._any_sleeps or not self._asleep:
             return
         transport.release()
@@ -283,12 +281,12 @@ class VllmEngine(Generates):
         self._asleep = 0
 
     def _push_again(self) -> None:
-        """Gives servers that lost the weights the same ones once more."""
+        """Sends the same weights again to servers that lost them."""
         assert self._stream is not None
         self._give(self._stream, self.weights.steps, self._version)
 
     def _give(self, stream: WeightStream, step: int, version: str | None = None) -> None:
-        """Pushes weights; there is no version afterwards if a signal ended the wait for a server."""
+        """Sends weights to the servers; leaves no version if a signal ended the wait for one."""
         try:
             self._version = self._push.push(stream, step, version)
         except StoppedWaiting as stopped:
@@ -296,6 +294,6 @@ class VllmEngine(Generates):
             self._version = ""
 
     def close(self) -> None:
-        """See `RolloutEngine`: ends the servers of this run and removes what they left in shared memory."""
+        """See `RolloutEngine`; ends the servers of this run and removes their files in shared memory."""
         self._mine.close()
         self._mine = Controlled()

@@ -1,13 +1,13 @@
-"""Runs a server in a process group of its own and leaves nothing of it behind.
+"""Runs a server in a process group of its own, and ends the group and removes its shared memory afterwards.
 
-`python guard.py --remove DIRECTORY -- COMMAND...`, started in a new session with its stdin connected to the process
-that wants the server. The group is ended, and the shared memory that its processes had mapped is removed, when the
-command ends or when stdin is closed, which happens however that process ends. `DIRECTORY`, which belongs to that
-process, is removed, too, unless that process has written a byte before: then it lives on and only ends the server.
+`python guard.py --remove DIRECTORY -- COMMAND...`, started in a new session with its stdin connected to the parent, the
+process that uses the server. When the command ends or stdin is closed, which happens however the parent ends, the guard
+ends the group and removes the shared memory that its processes had mapped. It also removes `DIRECTORY`, which belongs
+to the parent, unless the parent has written a byte before: then the parent lives on and only ends the server.
 
-If this guard is killed, `vllm/worker/nemo_oprd_serve.py` ends the group, and the process that wanted the server calls
-`clean_up`. Nobody can ask processes that were all killed at once what they had mapped; the names of the semaphores and
-the shared memory that Python made for them begin with the value of NEMO_OPRD_SHARED_NAMES, and are found by that.
+If this guard is killed, `vllm/worker/nemo_oprd_serve.py` ends the group, and the parent calls `clean_up`. Processes
+that were all killed at once leave no record of their mappings; the names of the semaphores and the shared memory that
+Python made for them begin with the value of NEMO_OPRD_SHARED_NAMES, and the parent finds them by that.
 
 Imports the standard library alone, because it starts before anything else.
 """
@@ -33,14 +33,14 @@ SHARED_NAMES = "NEMO_OPRD_SHARED_NAMES"
 def start(command: list[str], directory: Path, **process: Any) -> subprocess.Popen:
     """Starts a guard of this process that runs `command` and removes `directory`; `process`: see `Popen`.
 
-    What the command makes, such as sockets and temporary files, is for this user alone.
+    Only this user can open the command's sockets and temporary files.
     """
     guarded = [sys.executable, __file__, "--remove", str(directory), "--", *command]
     return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, umask=0o077, **process)
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids of a process group, without those that have ended and wait for their parent."""
+    """Returns the process ids of a group, without processes that have ended and wait for their parent."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended meanwhile
@@ -51,7 +51,7 @@ def group_members(group: int) -> list[int]:
 
 
 def mapped_shared_memory(processes: list[int]) -> set[str]:
-    """Files in shared memory that processes have mapped or opened."""
+    """Lists the files in shared memory that processes have mapped or opened."""
     found = set()
     for process in processes:
         with suppress(OSError):
@@ -61,7 +61,7 @@ def mapped_shared_memory(processes: list[int]) -> set[str]:
 
 
 def named_shared_memory(names: str) -> set[str]:
-    """Files in shared memory whose names, as a process gave them, begin with `names`; none if that is empty."""
+    """Lists the files in shared memory whose names begin with `names`; none if that is empty."""
     folder = Path(SHARED_MEMORY)
     return {str(path) for start in ("", "sem.") for path in folder.glob(f"{start}{names}*")} if names else set()
 
@@ -69,7 +69,7 @@ def named_shared_memory(names: str) -> set[str]:
 def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names: str = "") -> None:
     """Kills what is left of a group, and removes files in shared memory that its processes had mapped or named.
 
-    Files in the directory `keep` stay: they belong to the process that wanted the server.
+    Files in the directory `keep` stay: they belong to the parent.
     """
     shared_memory = shared_memory | mapped_shared_memory(group_members(group))
     if keep is not None:
@@ -85,7 +85,7 @@ def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Runs the guard; see the module's docstring."""
     option, directory, end, *command = sys.argv[1:]
     assert (option, end) == ("--remove", "--") and os.getpgrp() == os.getpid(), (
         "start this in a new session, see server.py"

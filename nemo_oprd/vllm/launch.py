@@ -1,4 +1,4 @@
-"""How a vLLM server is started for a model: its interpreter, its arguments, and whether a running one fits."""
+"""The start of a vLLM server for a model: interpreter, arguments, and the check that a running server fits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from nemo_oprd.data.token_ids import TokenIds
 
 _OVERRIDES = "--hf-overrides"
-# the folder of the project, where scripts/setup_vllm.sh makes the environment
+# in the folder of the project, where scripts/setup_vllm.sh makes the environment
 DEFAULT_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-# head sizes of vLLM's attention on CPU; another one starts, answers that it is healthy and dies at the first request
+# head sizes of vLLM's attention on CPU; with another one a server passes health checks and dies at the first request
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# prompt tokens that a server on CPU computes at a time, as vLLM's own default
+# prompt tokens that a server on CPU computes at a time, vLLM's own default
 CPU_BATCHED_TOKENS = 4096
-# of `precision`, as vLLM names them
+# values of `precision` -> vLLM's names
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
-    """The interpreter of vLLM's environment; ValueError if there is none. `key`: the group of the settings."""
+    """Finds the interpreter of vLLM's environment; ValueError if there is none. `key`: the group of the settings."""
     given = settings.python
     python = DEFAULT_PYTHON if given is None else Path(given)
     if not python.is_file():
@@ -73,18 +73,18 @@ def check_head_size(spec: ModelSpec) -> None:
 
 
 def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: TokenIds, *, cuda: bool) -> list[str]:
-    """The arguments of a server, without where it listens. Responses have seeds of their own, besides the server's.
+    """Returns a server's arguments, without its address. Responses have seeds of their own, besides the server's.
 
     Args:
         directory: where the model's config.json is; weights are not read from it.
-        known: the ids that are sampled.
+        known: the ids that may be sampled.
     """
     rollout = config.rollout
     arguments = [
         *("--model", str(directory), "--served-model-name", "student"),
-        # no weights of a file: whatever is sampled before the first update is noise, and cannot pass for the student
+        # no weights of a file: samples before the first update are noise, and cannot pass for the student's
         *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
-        # nor sampling parameters of a generation_config.json
+        # no sampling parameters of a generation_config.json
         *("--generation-config", "vllm"),
         *("--dtype", DTYPES[config.precision]),
         *("--max-model-len", str(spec.max_positions), "--max-num-seqs", str(rollout.max_batch)),
@@ -119,19 +119,19 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
 
 
 def _config_overrides(directory: Path) -> dict[str, Any]:
-    """What servers of a student read otherwise than its config.json says: the trainer sends plain weights."""
+    """Returns the values of a student's config.json that servers must override: the trainer sends plain weights."""
     overrides: dict[str, Any] = {}
     hf_config = read_json(directory / "config.json", "a model's config", "copy it again")
     inner = language_model_architecture(hf_config)
-    if inner is not None:  # of a language model alone, by the names that they have there
+    if inner is not None:  # the values of the language model alone, by their names there
         overrides["architectures"] = [inner]
-    if known_quantization(hf_config) is not None:  # and dequantised
+    if known_quantization(hf_config) is not None:  # the trainer sends dequantised weights
         overrides[KEY] = None
     return overrides
 
 
 def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known: TokenIds) -> None:
-    """Raises ValueError unless a server, as `nemo_oprd_describe` describes it, is one for this run."""
+    """Raises ValueError unless a server fits this run, by its answer to `nemo_oprd_describe`."""
     wanted: dict[str, Any] = {
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
@@ -159,7 +159,7 @@ def check_description(found: dict[str, Any], server: str, config: Config, spec: 
 
 
 def _experts(spec: ModelSpec) -> list[int | bool] | None:
-    """As `experts_of` in the server's worker."""
+    """Returns the experts in the format of `experts_of` in the server's worker."""
     experts = spec.experts
     if experts is None:
         return None
@@ -169,7 +169,7 @@ def _experts(spec: ModelSpec) -> list[int | bool] | None:
 
 
 def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Any:
-    """The RoPE that a server's config says, or the two of a model with windows; its words where none is supported."""
+    """Returns the RoPE of a server's config, or both of a model with windows; unsupported ones unchanged."""
     try:
         options = {"head_dim": spec.head_dim, "partial": True, "axes": spec.delta is not None}
         rope, local = parse_ropes({"rope_parameters": rope_parameters}, "server", **options)

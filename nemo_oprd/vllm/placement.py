@@ -1,4 +1,4 @@
-"""Which machine runs which server, and how its weights get there. Arithmetic on ranks; no process, no tensor."""
+"""Placement of servers on machines, and the transport of weights to each. Arithmetic on ranks: no process, no tensor"""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Place:
 
     Attributes:
         number: index among the servers of the run.
-        controller: the rank that starts the server, talks to it and gives it weights. It is on the server's machine,
-            so that a Unix socket connects them; endpoints are the first rank's.
+        controller: the rank that starts the server, calls it and sends it weights. It is on the server's machine, so
+            that a Unix socket connects them; the first rank controls endpoints.
         workers: processes that hold a shard of the model: `rollout.vllm.tensor`.
         transport: `file`, `group` or `ipc`.
         devices: CUDA devices of its machine; None without CUDA.
-        sleeps: whether it gives GPU memory back while nothing is sampled, because the trainer uses the same GPUs.
+        sleeps: whether it gives GPU memory back between calls that sample, because the trainer uses the same GPUs.
         url: address of an endpoint; None for a server that this run starts.
-        ranks: the ranks on whose GPUs it runs beside the trainer.
+        ranks: the ranks with which it shares GPUs.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Place:
 def place_servers(
     config: VllmConfig, machines: Sequence[str], devices: Sequence[str | None], students: range
 ) -> list[Place]:
-    """The servers of a run, the same on every rank.
+    """Places the servers of a run, the same on every rank.
 
     Args:
         machines: per rank of the world, a name of its machine.
@@ -48,8 +48,8 @@ def place_servers(
         students: the ranks that have the weights.
 
     Raises:
-        ValueError: a server would need GPUs of two machines or more GPUs than there are, or `rollout.vllm.transport`
-            is impossible for a server.
+        ValueError: a server would need GPUs of two machines or more GPUs than exist, or `rollout.vllm.transport` is
+            impossible for a server.
     """
     if config.endpoints:
         return [_endpoint(config, number, url) for number, url in enumerate(config.endpoints)]
@@ -66,7 +66,7 @@ def place_servers(
 
 
 def dedicated_ranks(config: ServerConfig) -> int:
-    """The number of the last ranks of the job that hold servers and nothing else."""
+    """The number of dedicated ranks, the last ones of the job, which hold servers and no model."""
     if config.placement == "colocated":
         return 0
     return (config.replicas or 1) * config.tensor
@@ -79,11 +79,11 @@ def rank_groups(
     students: range,
     key: str = "rollout",
 ) -> list[list[int]]:
-    """Per server, the ranks on whose machine, and with CUDA on whose GPUs, it runs.
+    """Returns per server the ranks on whose machine, and with CUDA on whose GPUs, it runs.
 
     Args:
-        machines, devices, students: as of `place_servers`.
-        key: whose servers they are, `rollout` or `teacher`.
+        machines, devices, students: as in `place_servers`.
+        key: the owner of the servers, `rollout` or `teacher`.
 
     Raises:
         ValueError: a server would need GPUs of two machines or more GPUs than there are.
@@ -133,7 +133,7 @@ def _endpoint(config: VllmConfig, number: int, url: str) -> Place:
 
 
 def _transport(config: VllmConfig, number: int, *, has_weights: bool, ipc: bool, cuda: bool) -> str:
-    """The transport of a server; `has_weights` says whether the trainer's weights are on the server's machine."""
+    """Chooses a server's transport; `has_weights`: whether the trainer's weights are on the server's machine."""
     if config.transport == "auto":
         if ipc:
             return "ipc"

@@ -1,4 +1,4 @@
-"""The queue from which controllers claim requests, and the order in which requests stand in it."""
+"""The progress of a round, the queue from which controllers claim requests, and the order of requests in it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from nemo_oprd.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.vllm.client_process import Round
 
-# How far a round is, while it goes on: which responses the controllers have, and whether these are enough.
+# Progress of a round: which responses the controllers have, and whether these are enough.
 #
-# The controllers tell the job's key-value store, the world's first rank reads there, and says when all ranks may go on.
-# So a rank that waits takes part in no collective, and nothing is asked of the machines that sample.
+# The controllers write to the job's key-value store; the world's first rank reads it, and writes when all ranks may
+# continue. So a waiting rank takes part in no collective, and sends no request to the machines that sample.
 
 
-# how often a rank that waits looks
+# seconds between two reads of a waiting rank
 LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has of a round that goes on: the complete responses; whether its part is over, and went wrong."""
+    """The state of a rank's part in a round: the complete responses, whether it is over, whether it failed."""
 
     complete: frozenset[int] = frozenset()
     is_over: bool = True
@@ -38,46 +38,46 @@ class Seen:
 
     @staticmethod
     def of(mine: Round, *, is_over: bool) -> Seen:
-        """Of a controller; what it samples in the meantime does not count."""
+        """Returns a controller's state, as a copy that does not grow with the round."""
         return Seen(frozenset(list(mine.sampled)), is_over, is_over and mine.error is not None)
 
     def packed(self) -> bytes:
-        """As the store holds it."""
+        """Encodes the state for the store."""
         flags = np.array([self.is_over, self.has_failed], np.int32)
         return np.concatenate([flags, np.array(sorted(self.complete), np.int32)]).tobytes()
 
     @staticmethod
     def unpacked(data: bytes) -> Seen:
-        """The inverse of `packed`."""
+        """Decodes the result of `packed`."""
         over, failed, *complete = np.frombuffer(data, np.int32).tolist()
         return Seen(frozenset(complete), bool(over), bool(failed))
 
     @staticmethod
     def joined(parts: Iterable[Seen]) -> Seen:
-        """Of several ranks together: over if all are, failed if one has."""
+        """Merges the states of several ranks: over if all are, failed if one has."""
         parts = [*parts]
         complete = frozenset[int]().union(*(part.complete for part in parts))
         return Seen(complete, all(part.is_over for part in parts), any(part.has_failed for part in parts))
 
 
 class Progress:
-    """Every rank has one and calls it alike. `controllers`: the ranks that bring responses home."""
+    """Progress of a round; every rank has one and calls it alike. `controllers`: the ranks with client processes."""
 
     def __init__(self, controllers: Iterable[int]) -> None:
         self._controllers = sorted(controllers)
         self._wait = 0
-        self._judged: Seen | None = None  # what was not enough
+        self._judged: Seen | None = None  # the last state that was not enough
         self._prefix = f"nemo_oprd/vllm/progress/{first_ranks(time.time_ns())}"  # of no earlier engine of this job
         self._store: Any = _get_default_store().clone()  # type: ignore[attr-defined]
 
     def wait(
         self, look: Callable[[], Seen] | None, enough: Callable[[AbstractSet[int]], bool], should_go: Callable[[], bool]
     ) -> None:
-        """Returns on every rank when enough responses are complete, the round is over, or failed on one of them.
+        """Waits on every rank until enough responses are complete, the round is over, or a rank failed.
 
         Args:
-            look: what this controller has; None on other ranks.
-            enough: see `RolloutEngine.gather`; the first rank asks it.
+            look: returns this controller's state; None on other ranks.
+            enough: see `RolloutEngine.gather`; the first rank calls it.
             should_go: called repeatedly on every rank; True ends the wait of all of them.
         """
         self._wait += 1
@@ -94,7 +94,7 @@ class Progress:
             time.sleep(LOOK_S)
 
     def forget(self) -> None:
-        """Removes what the last wait has left in the store, after all ranks have seen its end."""
+        """Removes the last wait's keys from the store, after all ranks have seen its end."""
         if dist.get_rank() == 0:
             for key in (self._key("go"), *map(self._key, self._controllers)):
                 self._store.delete_key(key)
@@ -113,11 +113,11 @@ class Progress:
 
 
 class RequestQueue:
-    """Every rank has one, and makes, opens and closes it together with the others; controllers claim from it.
+    """The queue of a round. All ranks make, open and close it together; controllers claim requests from it.
 
     The queue is a counter in the job's key-value store: a claim adds one and takes the request at that place. The store
-    also says how many controllers have finished, and whether somebody asked to cancel. `is_controller`: whether this
-    rank claims; `controllers`: how many ranks do.
+    also has the number of controllers that have finished, and whether a rank asked to cancel. `is_controller`: whether
+    this rank claims; `controllers`: how many ranks do.
     """
 
     def __init__(self, is_controller: bool, controllers: int) -> None:
@@ -125,15 +125,15 @@ class RequestQueue:
         self._round = 0
         # an earlier engine of this job may have left keys of a round that an error ended
         self._prefix = f"nemo_oprd/vllm/{first_ranks(time.time_ns())}"
-        # connections of their own: while one waits, other users of it get no answer
+        # connections of their own: while one waits, it serves no other call
         self._claims: Any = _get_default_store().clone()  # type: ignore[attr-defined]
         self._waits: Any = _get_default_store().clone()  # type: ignore[attr-defined]
 
     def open(self, order: Sequence[int]) -> Callable[[], int | None]:
-        """Begins a round; returns how to claim the next request of `order`, the same on every rank, or None."""
+        """Begins a round; returns a function that claims the next request of `order`, equal on every rank, or None."""
         self._round += 1
 
-        own = itertools.count()  # a controller that is the only one needs no store
+        own = itertools.count()  # a single controller needs no store
 
         def claim() -> int | None:
             place = next(own) if self._controllers == 1 else self._claims.add(self._key("claimed"), 1) - 1
@@ -142,12 +142,12 @@ class RequestQueue:
         return claim
 
     def finish(self) -> None:
-        """Says that this rank's part is done, if it has one."""
+        """Reports that this rank's part is done, if it has one."""
         if self._is_controller and self._waits.add(self._key("finished"), 1) == self._controllers:
             self._waits.set(self._key("all"), "finished")
 
     def wait_for_all(self, limit: datetime.timedelta) -> bool:
-        """Waits for all controllers, at most for `limit`; whether they have finished."""
+        """Waits for all controllers, at most for `limit`; returns whether they have finished."""
         try:
             self._waits.wait([self._key("all")], limit)
         except dist.DistStoreError:
@@ -180,7 +180,7 @@ class LengthEstimate:
         self._tokens, self._responses = 0, 0
 
     def learn(self, requests: Sequence[Request], lengths: dict[int, int]) -> None:
-        """Takes up by how many tokens whole responses were completed, by the index of their request."""
+        """Learns the lengths of whole responses in tokens, by the index of their request."""
         for index, tokens_now in lengths.items():
             key, length = _prompt(requests[index]), requests[index].begun + tokens_now
             tokens, responses = self._of_prompt.get(key, (0, 0))
@@ -188,10 +188,10 @@ class LengthEstimate:
             self._tokens, self._responses = self._tokens + length, self._responses + 1
 
     def longest_first(self, requests: Sequence[Request], indices: Sequence[int]) -> list[int]:
-        """The indices turn by turn, and by falling expected length of prompt and response: no long one comes last.
+        """Sorts the indices by turn, and by falling expected length of prompt and response: no long one comes last.
 
-        Of a response that has begun without earlier ones to its prompt, nothing is known but that it is not among the
-        short ones: it is expected to go on for as long as a whole response is on average.
+        A begun response without earlier ones to its prompt is only known not to be short: the estimate of its remaining
+        length is the average length of a whole response.
         """
         mean = self._tokens / self._responses if self._responses else 0.0
 
@@ -204,5 +204,5 @@ class LengthEstimate:
 
 
 def _prompt(request: Request) -> int:
-    """The hash of a prompt, without the tokens of its response."""
+    """Hashes a prompt, without the tokens of its response."""
     return hash(tuple(request.prompt_ids[: len(request.prompt_ids) - request.begun]))

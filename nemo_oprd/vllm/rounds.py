@@ -1,7 +1,7 @@
-"""The rounds of a call: what all controllers sample together until nothing is left to claim, or something happens.
+"""The rounds of a call: all controllers sample together until no request is left to claim, or a failure ends the round.
 
-Every rank has one `Rounds` and calls it alike. A round is begun without a collective, and goes on while the trainer
-computes. Its responses come home when it is over, or before: `watch` takes what is complete, `cut` ends it.
+Every rank has one `Rounds` and calls it alike. A round begins without a collective, and continues while the trainer
+computes. The ranks take its responses when it is over, or before: `watch` takes complete ones, `cut` ends the round.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.vllm.client_process import Job, Round, RoundSummary
-from nemo_oprd.vllm.controlled import Controlled
+from nemo_oprd.vllm.controller import Controlled
+from nemo_oprd.vllm.pending_call import VllmTicket
 from nemo_oprd.vllm.placement import Place
 from nemo_oprd.vllm.request_queue import LengthEstimate, Progress, RequestQueue, Seen
 from nemo_oprd.vllm.server import ServerRefused
-from nemo_oprd.vllm.ticket import VllmTicket
 
 logger = logging.getLogger(__name__)
 
-# how often a rank that waits for responses asks whether it should cancel
+# seconds between two checks of a waiting rank whether it should cancel
 CANCEL_CHECK_S = 0.5
 
 
 class Rounds:
-    """See the module's docstring. `mine`: the servers of this rank; `places`: those of the run."""
+    """The rounds of one engine. `mine`: the servers of this rank; `places`: those of the run."""
 
     def __init__(self, mine: Controlled, places: list[Place], settings: VllmConfig) -> None:
         controllers = {place.controller for place in places}
@@ -48,7 +48,7 @@ class Rounds:
         self.lengths = LengthEstimate()
 
     def begin(self, ticket: VllmTicket, version: str, weights: Weights) -> None:
-        """Lets the controllers claim what a ticket lacks; the weights of now are `weights`, with this version."""
+        """Lets the controllers claim a ticket's missing requests; `weights`, of this version, are the current ones."""
         order = self.lengths.longest_first(ticket.requests, ticket.missing())
         if not order:
             return
@@ -61,7 +61,7 @@ class Rounds:
         ticket.under_way = mine, work
 
     def watch(self, ticket: VllmTicket, enough: Enough, stop: Callable[[], bool]) -> bool:
-        """Waits until enough responses are complete, and notes them; whether the round goes on."""
+        """Waits until enough responses are complete, and notes them; returns whether the round continues."""
         assert ticket.under_way is not None
         mine, work = ticket.under_way
 
@@ -83,7 +83,7 @@ class Rounds:
         return not (seen.has_failed or asked or seen.is_over)
 
     def take(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> RoundSummary:
-        """Waits for a round and notes what is complete; ServerRefused if a server refused something."""
+        """Waits for a round and notes its responses; ServerRefused if a server refused something."""
         mine, found = self._end(ticket, should_cancel)
         ticket.own |= mine.sampled
         ticket.complete |= found.sampled
@@ -96,7 +96,7 @@ class Rounds:
         return found
 
     def cut(self, ticket: VllmTicket) -> tuple[RoundSummary, dict[int, Response]]:
-        """Ends a round with what there is: (how it went, the first tokens on this rank of responses under way)."""
+        """Stops the round now; returns its summary and the partial responses of this rank."""
         assert ticket.under_way is not None
         mine, work = ticket.under_way
         if work is not None:
@@ -105,7 +105,7 @@ class Rounds:
         return self.take(ticket, None), mine.cut
 
     def _end(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> tuple[Round, RoundSummary]:
-        """Waits for the round of all controllers: (what this one brings home, what they do together)."""
+        """Waits for the round of all controllers; returns (this rank's result, the summary of all)."""
         assert ticket.under_way is not None
         (mine, work), ticket.under_way = ticket.under_way, None
         cancelled = self._wait(work, should_cancel)
@@ -114,9 +114,9 @@ class Rounds:
         return mine, found
 
     def _wait(self, work: Future | None, should_cancel: Callable[[], bool] | None) -> bool:
-        """Waits until all controllers have finished; whether this rank was told to cancel before its part was done.
+        """Waits for all controllers; returns whether this rank was asked to cancel before its part was done.
 
-        Whoever learns that the run is asked to stop tells the controllers; the ranks' answers may differ.
+        The first rank that is asked to stop tells the controllers; the ranks' answers may differ.
         """
         cancelled, sampler = False, self._mine.sampler
         while work is not None and not work.done():
@@ -130,7 +130,7 @@ class Rounds:
                     sampler.stop()
                 self._mine.report_deaths()
         if work is not None:
-            work.result()  # raises what went wrong in our own code
+            work.result()  # raises errors of this program
         self._queue.finish()
         while not self._queue.wait_for_all(datetime.timedelta(seconds=2)):
             if should_cancel is not None and should_cancel():
@@ -138,7 +138,7 @@ class Rounds:
         return cancelled
 
     def given(self, ticket: VllmTicket, first_tokens: dict[int, Response] | None = None) -> dict[int, Rollout]:
-        """What is complete and was not returned before, with the first tokens of other responses on this rank."""
+        """Returns complete responses not returned before, with the partial responses of this rank in `first_tokens`."""
         is_first = not ticket.given
         found = self.shared(ticket, ticket.new() | (first_tokens or {}))
         ticket.given |= {i for i, one in found.items() if one.finish_reason is not None}
@@ -148,7 +148,7 @@ class Rounds:
         return found
 
     def shared(self, ticket: VllmTicket, own: dict[int, Response]) -> dict[int, Rollout]:
-        """The rollouts of all controllers' responses, the same on every rank; views of what the machines exchange.
+        """Returns the rollouts of all controllers' responses, equal on every rank; views of the exchanged arrays.
 
         The queue learns how long whole responses are.
         """
@@ -160,7 +160,7 @@ class Rounds:
 
 
 def _check_clients(count: int, lost: list[str], most: int) -> None:
-    """Says which client processes a round has `lost`; ServerRefused if it were more than `most` in all (`count`)."""
+    """Reports the client processes that a round has `lost`; ServerRefused beyond `most` in all (`count`)."""
     for how in lost:
         said = f"the client of the vLLM servers ({how}) is started again, and what it lacked is sampled again"
         if dist.get_rank() == 0:
@@ -179,7 +179,7 @@ def rollout_of(request: Request, response: Response) -> Rollout:
 
 
 def _is_whole(ticket: VllmTicket, index: int, rollout: Rollout) -> bool:
-    """Whether a response has ended, and not only the part that was asked for."""
+    """Whether a response has ended, and not only the requested part of it."""
     if rollout.finish_reason != "length":
         return rollout.finish_reason is not None
     request = ticket.requests[index]

@@ -1,6 +1,6 @@
-"""One controller's part of a round, in its client process: requests go to its servers as fast as these finish others.
+"""The scheduler of requests in a client process: it sends a controller's requests to its servers as these have room.
 
-Imports neither torch nor Megatron, as all that a client process imports.
+Like every import of a client process, it imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client, ConnectionBroken
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 
 GENERATE = "/inference/v1/generate"
-# ends what a server samples, so that it answers with the tokens so far, and lets it begin nothing else
+# makes a server answer its requests with the tokens so far, and hold back new ones
 PAUSE_AND_CUT = "/pause?mode=abort"
-# a request may be on its way while its server is paused: it waits there, and is ended by the next pause
+# a request may arrive while its server is paused: it waits there until the next pause aborts it
 CUT_TRIES, CUT_GRACE_S = 20, 0.5
-# of a request whose connection broke although its server was well
+# repetitions of a request whose connection broke although its server was healthy
 REPETITIONS = 3
-# (index of a request, what to post)
+# (index of a request, its body)
 Claimed: TypeAlias = "tuple[int, dict[str, Any]]"
-# what an answer is read as: a response, or what a teacher's server was asked for
+# the parsed answer: a response, or the rows from a teacher's server
 T = TypeVar("T")
 Read = TypeVar("Read", covariant=True)
 
 
 class Reader(Protocol[Read]):
-    """What reads and checks answers."""
+    """An object that parses and checks answers."""
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Read:
-        """What is in the answer to request `index`, which asked for at most `most` tokens.
+        """Parses the answer to request `index`, which asked for at most `most` tokens.
 
         Raises:
-            ServerDied: the server gave the request up.
-            ServerRefused: the answer is none to this request.
+            ServerDied: the server aborted the request.
+            ServerRefused: the answer does not belong to this request.
         """
         ...
 
 
 @dataclass
 class Sampling(Generic[T]):
-    """`run` samples until nothing is left to claim, no server is left, or somebody stops or cuts it.
+    """One round of requests: `run` samples until none is left to claim, no server is left, or a call stops or cuts it.
 
     Attributes:
-        claim: the next request; None if there are no more. Other controllers claim from the same queue.
-        slots: the most requests that a server gets at a time, so that no server takes what another one has room for.
-        deliver: called with every answer: the index of its request, what was read, and the number of the server.
-        path_of: where a request is posted, by its index; None: GENERATE.
-        take_back: called with a request that was claimed for a server which has died; `claim` gives it again. None: it
-            is kept here, and asked of a server that is left.
+        claim: returns the next request; None if none is left. Other controllers claim from the same queue.
+        slots: the largest number of requests at a server, so that none takes requests for which another has room.
+        deliver: called with every answer: the index of its request, the parsed answer, and the server's number.
+        path_of: returns the path of a request by its index; None: GENERATE.
+        take_back: called with a request of a dead server; `claim` returns it again later. None: this object keeps it
+            and sends it to another server.
         died: per server, why it counts as dead.
-        error: what makes further sampling pointless.
+        error: an error that makes further sampling pointless.
         busy_s: per server, the seconds until its last response.
-        stopped: is set to end the round; requests under way are given up and their connections closed.
-        is_cut: nothing else is claimed, see `cut`.
+        stopped: set it to end the round; it drops requests under way and closes their connections.
+        is_cut: whether to claim no more requests, see `cut`.
     """
 
     client: Client
@@ -79,9 +79,9 @@ class Sampling(Generic[T]):
     _started: float = field(default_factory=time.monotonic)
 
     async def run(self, servers: list[Server]) -> None:
-        """Samples on `servers`, which have the weights. Afterwards no call is on its way."""
+        """Samples on `servers`, which have the weights. Returns once no call is under way."""
         await self._run(servers)
-        if self._pauses is not None:  # a pause that came late would end what is sampled next
+        if self._pauses is not None:  # a late pause would abort the requests of the next round
             await asyncio.wait([self._pauses])
 
     async def _run(self, servers: list[Server]) -> None:
@@ -94,7 +94,7 @@ class Sampling(Generic[T]):
                 return
 
     async def cut(self) -> None:
-        """Ends the round with what there is: servers answer requests under way with the tokens so far, and pause."""
+        """Stops the round now: pauses the servers, which answer requests under way with the tokens so far."""
         if not self.is_cut:
             self.is_cut = True
             self._pauses = asyncio.gather(
@@ -116,17 +116,17 @@ class Sampling(Generic[T]):
             self.stopped.set()
 
     def give_back(self, claimed: Claimed) -> None:
-        """Takes a request back that was claimed for a server which has died meanwhile."""
+        """Takes back a request that was claimed for a server which has died meanwhile."""
         (self.take_back or self._again.append)(claimed)
 
     def note_death(self, number: int, why: str) -> None:
-        """Takes a server for dead, so that nothing waits for it any more."""
+        """Marks a server as dead, so that no request waits for it any more."""
         self.died.setdefault(number, why)
         if number in self._deaths:
             self._deaths[number].set()
 
     async def _serve(self, server: Server) -> None:
-        """Keeps a server busy until there is nothing left to claim, it dies, or the round is stopped."""
+        """Keeps a server busy until no request is left to claim, the server dies, or the round is stopped."""
         watch = asyncio.create_task(self.client.watch(server))
         dead = asyncio.create_task(self._deaths[server.number].wait())
         stop = asyncio.create_task(self.stopped.wait())
@@ -136,7 +136,7 @@ class Sampling(Generic[T]):
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if slots.done():
-                slots.result()  # raises what went wrong in our own code
+                slots.result()  # raises errors of this program
             if watch.done():
                 self.died.setdefault(server.number, watch.result())
         finally:
@@ -145,12 +145,12 @@ class Sampling(Generic[T]):
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _slot(self, server: Server) -> None:
-        """One request after the other."""
+        """Sends one request after the other to the server."""
         while not (self.stopped.is_set() or self.is_cut or server.number in self.died):
             claimed = self._again.pop() if self._again else await self.claim()
             if claimed is None:
                 return
-            if self.is_cut or server.number in self.died:  # while this waited
+            if self.is_cut or server.number in self.died:  # it may have died while this waited
                 self.give_back(claimed)
                 return
             index, body = claimed
@@ -170,7 +170,7 @@ class Sampling(Generic[T]):
                 raise
 
     async def _ask(self, server: Server, index: int, body: dict[str, Any]) -> bytes:
-        """The answer to one request, which is repeated if its connection broke and the server is well."""
+        """Returns the answer to one request; repeats it if its connection broke and the server is healthy."""
         path = GENERATE if self.path_of is None else self.path_of(index)
         for _ in range(REPETITIONS):
             try:

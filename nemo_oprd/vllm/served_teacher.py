@@ -1,8 +1,8 @@
-"""A teacher that vLLM servers compute: its ranks ask for the rows of their own sequences.
+"""A teacher that vLLM servers compute: its ranks request the rows of their own sequences.
 
 The role is data-parallel over the student's ranks and holds no weights. Plans, transfers and everything after them are
-those of any teacher. Servers send states in the model's dtype, or what a bridge makes of them, in float32. Servers that
-several runs share get no bridge, so that the rank that asked projects their states.
+those of any teacher. Servers send states in the model's dtype, or a bridge's projections of them, in float32. Servers
+that several runs share get no bridge, so the requesting rank projects their states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ServedTeacher(Teacher):
-    """See the module's docstring."""
+    """The teacher of the ranks that read from servers; see the module's docstring."""
 
     servers: TeacherServers
 
@@ -47,7 +47,7 @@ class ServedTeacher(Teacher):
         match, term, bridge = objective.run.teachers[self.number], objective.output, self.servers.bridge
         if self.servers.ahead is None:
             return
-        for data in range(plan.hidden.layout.data):  # whichever rank the batch will give them to
+        for data in range(plan.hidden.layout.data):  # whichever rank will need them in the batch
             wanted = wanted_sequences(rollouts, plan, data, match, term, bridge)
             self.servers.ahead.offer(step, [each.request for each in wanted], self.servers.near)
 

@@ -1,4 +1,4 @@
-"""One vLLM server, and one that this process starts and restarts on its machine; see also server.py."""
+"""A vLLM server: its interface, a local one that this process starts and restarts, and its command and environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.vllm import guard
-from nemo_oprd.vllm.worker.nemo_oprd_asks import GENERATION
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
+from nemo_oprd.vllm.worker.nemo_oprd_requests import GENERATION
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,16 @@ _PRIVATE = (
 )
 _LOG_LINES = 400
 _LOG_BYTES = 200_000
-# seconds between two looks at what a server has in shared memory
+# seconds between two reads of a server's files in shared memory
 NOTE_EVERY_S = 5.0
 
 
 class ServerDied(Exception):  # noqa: N818 - not an error of this program
-    """A server is gone, or does not answer. A server of this run is restarted; an endpoint is waited for."""
+    """Raised if a server is gone, or does not answer. The run restarts its own servers and waits for endpoints."""
 
 
 class ServerRefused(ValueError):  # noqa: N818 - named like ServerDied
-    """A server is not the one that the run needs, or refuses what is asked of it; trying again does not help."""
+    """Raised if a server does not fit the run, or refuses a request; a retry does not help."""
 
 
 @dataclass
@@ -43,13 +43,13 @@ class Server:
     """One server and its address; `number` is its index among all servers of the run.
 
     Attributes:
-        generation: how often it was started; whoever connected to an earlier process has to connect again.
+        generation: how often it was started; clients of an earlier process have to connect again.
         pushed: the version of the weights that it has; None before the first ones.
         in_flight: requests that it may work on at the same time.
         max_restarts: how often it may die.
-        key, role: the group of its settings, and what it is, for messages.
-        socket: of a server that listens on a Unix socket, its path; `base_url` then names no port.
-        headers: of every call but those that ask whether the server is well; they hold secrets.
+        key, role: the group of its settings, and its role, for messages.
+        socket: the path of its Unix socket, if it listens on one; `base_url` then names no port.
+        headers: of every call but health checks; they hold secrets.
     """
 
     number: int
@@ -65,18 +65,18 @@ class Server:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the server in messages."""
         return f"{self.role} {self.number}"
 
     def check_alive(self) -> None:
-        """Raises ServerDied if it is known to have ended."""
+        """Raises ServerDied if the server is known to have ended."""
 
     def restart(self, why: str) -> None:
-        """Starts it again, or counts on somebody else to do so. Raises ServerRefused if it died too often."""
+        """Starts the server again, or leaves that to its owner. Raises ServerRefused if it died too often."""
         raise NotImplementedError
 
     def check_deaths(self, why: str, where: str = "") -> None:
-        """Raises ServerRefused if it died too often, the last time because of `why`; `where`: to read more."""
+        """Raises ServerRefused if the server died too often, the last time because of `why`; `where`: what to read."""
         if self.generation > self.max_restarts:
             raise ServerRefused(
                 f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
@@ -84,10 +84,10 @@ class Server:
             )
 
     def close(self) -> None:
-        """Ends it if it belongs to this run."""
+        """Ends the server if it belongs to this run."""
 
     def last_words(self) -> str:
-        """What it said last, for messages; empty if its log is elsewhere."""
+        """Returns the server's last log line for messages; empty if its log is elsewhere."""
         return ""
 
 
@@ -99,10 +99,10 @@ class LocalServer(Server):
         python: interpreter of vLLM's environment.
         flags: see `server_arguments`.
         devices: CUDA devices that it sees; None: without CUDA.
-        log: what it prints is appended to this file.
-        variables: of its environment, besides those that all servers get.
+        log: the file to which it appends its output.
+        variables: of its environment, besides those of all servers.
         directory: a directory of this process, which this user alone can enter, for the server's sockets; the guard
-            removes it when this process ends. Its path is short: that of a socket has at most 107 bytes.
+            removes it when this process ends. Its path is short: a socket's path has at most 107 bytes.
     """
 
     python: Path = Path()
@@ -136,26 +136,26 @@ class LocalServer(Server):
 
     @property
     def _shared_names(self) -> str:
-        """How the names of this start's files in shared memory begin."""
+        """The first part of the names of this start's files in shared memory."""
         return f"{self.directory.name}_{self.number}_{self.generation}_"
 
     def check_alive(self) -> None:
-        """Raises ServerDied if its guard has ended, which ends with the server; notes what the server has mapped."""
+        """Raises ServerDied if the guard has ended, which ends with the server; notes the server's mapped files."""
         if self._process is None or self._process.poll() is not None:
             raise ServerDied(f"{self.name} has ended{self.last_words()}")
         self.remember_shared_memory()
 
     def remember_shared_memory(self) -> None:
-        """Notes what the server has mapped, to be removed if the server and its guard are killed.
+        """Notes the server's mapped files, to remove them if the server and its guard are killed.
 
-        It reads about all processes of the machine, so it does nothing within some seconds after the last time.
+        It scans all processes of the machine, so it does nothing within some seconds after the last scan.
         """
         if self._process is not None and time.monotonic() >= self._noted_at + NOTE_EVERY_S:
             self._noted_at = time.monotonic()
             self._shared_memory |= guard.mapped_shared_memory(guard.group_members(self._process.pid))
 
     def restart(self, why: str) -> None:
-        """Ends what is left of it and starts it again, after a pause that doubles with every restart."""
+        """Ends the rest of the server and starts it again, after a pause that doubles with every restart."""
         self.check_deaths(why, f": its log is {self.log}")
         logger.warning(f"{self.name} is restarted ({self.generation} of {self.max_restarts}): {why}", extra=ON_STDOUT)
         self.close()
@@ -183,45 +183,45 @@ class LocalServer(Server):
             self.socket.unlink(missing_ok=True)
 
     def last_words(self) -> str:
-        """The last line of the log that names an error, or the last line."""
+        """Returns the last line of the log that names an error, or the last line."""
         return last_words(self.log)
 
 
 def last_words(log: Path) -> str:
-    """The last line since the last start that names an error, or the last line; empty if there is no log."""
+    """Returns the last line since the last start that names an error, or the last line; empty without a log."""
     try:
         with log.open("rb") as file:  # a dying server may write a traceback for each of its requests
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
             _, marker, text = file.read().decode(errors="replace").rpartition("\n--- start ")
     except OSError:
         return ""
-    said = text.splitlines()[1:] if marker else text.splitlines()  # not the line of the start itself
+    said = text.splitlines()[1:] if marker else text.splitlines()  # without the line of the start itself
     lines = [line.strip() for line in said[-_LOG_LINES:] if line.strip()]
     errors = [line for line in lines if "Error" in line and "Engine core" not in line]
     return f"; it said: {(errors or lines or ['nothing'])[-1][:300]}"
 
 
 def server_command(python: Path, flags: list[str], listen: list[str]) -> list[str]:
-    """What starts a server; `flags`: `server_arguments`, `listen`: where, and who stands at the door."""
+    """The command that starts a server; `flags`: `server_arguments`, `listen`: its address and middleware."""
     return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, *listen]
 
 
 def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
-    """The environment of a server: this process's, without what belongs to this rank and to this interpreter."""
+    """Returns a server's environment: this process's, without the variables of this rank and of this interpreter."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)}
     threads = os.environ.get("NEMO_OPRD_VLLM_THREADS", "1")
     kept |= {
         "PYTHONPATH": str(WORKER_FOLDER),
         "VLLM_SERVER_DEV_MODE": "1",  # weight updates, pause and collective calls
-        # the processes of a server are on one machine, so what they open for each other needs no other address
+        # the processes of a server are on one machine, so their connections to each other need no other address
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_PLUGINS": "",  # a plugin of another package in the same environment must not change what is sampled
+        "VLLM_PLUGINS": "",  # plugins of other packages in the environment must not change the sampling
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    # vLLM's own key guards sampling alone, and would refuse the calls of a run, which has another one or none
+    # vLLM's own key guards sampling alone, and would refuse the calls of a run, which has another key or none
     theirs = {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name != "VLLM_API_KEY"}
     kept = theirs | kept
     if devices is None:

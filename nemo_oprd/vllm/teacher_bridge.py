@@ -1,7 +1,7 @@
 """The teacher's side of a frozen bridge, which servers apply: R numbers per row leave them instead of the width.
 
-The maps travel as a file in the servers' folder (`vllm/worker/nemo_oprd_bridge.py`). Every answer names the digest of
-the maps that made it, and each server shows at every start that it projects as this process does.
+The trainer writes the maps to a file in the servers' folder (`vllm/worker/nemo_oprd_bridge.py`). Every answer names the
+digest of its maps, and at every start this process compares each server's projections with its own.
 
 D hidden size of the teacher, R bridge rank, T tokens of a prompt.
 """
@@ -21,12 +21,12 @@ from nemo_oprd.bridge.maps import Bridge
 from nemo_oprd.distillation.objective import TeacherMatch
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import BridgeFile, bridge_digest
 
-# of a projected row, relative to the norms of the centred state and of the basis
+# tolerance of a projected row, relative to the norms of the centred state and of the basis
 _TOLERANCE = 1e-6
 
 
 def number_of_layer(layer: int, match: TeacherMatch) -> int:
-    """A teacher's layer as servers number it: the last one after the final norm is L + 1."""
+    """Converts a teacher's layer to the number that servers use: the last one after the final norm is L + 1."""
     return layer + 1 if layer == match.final_layer else layer
 
 
@@ -44,7 +44,7 @@ class ServedBridge:
 
     @staticmethod
     def of(match: TeacherMatch) -> ServedBridge | None:
-        """The maps of a teacher; None if its states are compared in full width."""
+        """Collects the maps of a teacher; None if the loss compares its states in full width."""
         if match.bridge is None or match.project is None:
             return None
         return ServedBridge(
@@ -53,24 +53,24 @@ class ServedBridge:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The bridge rank R."""
         return self.bridge.rank
 
     @property
     def width(self) -> int:
-        """D."""
+        """The hidden size D."""
         return self.bridge.teacher.hidden_size
 
     @cached_property
     def digest(self) -> str:
-        """By which asks and answers name the maps."""
+        """The digest by which requests and answers name the maps."""
         return bridge_digest(self.rank, self.width, self.layers, [part.numpy().data for part in self._parts()])
 
     def write(self, folder: Path) -> BridgeFile:
-        """The file in the servers' folder, written if it is not there yet.
+        """Writes the file into the servers' folder, if it is missing there; returns its description.
 
         Raises:
-            ValueError: there is no room for it.
+            ValueError: the folder has no room for it.
         """
         path = folder / f"bridge_{self.digest}"
         file = BridgeFile(str(path), self.digest, self.rank, self.width, self.layers)
@@ -90,7 +90,7 @@ class ServedBridge:
         return file
 
     def loading(self, folder: Path) -> dict[str, Any]:
-        """The call by which a server's workers load the maps; see `/collective_rpc`."""
+        """Makes the body of the call that lets a server's workers load the maps; see `/collective_rpc`."""
         return {"method": "nemo_oprd_load_bridge", "kwargs": {"file": asdict(self.write(folder))}}
 
     def check_loaded(self, answers: Sequence[Mapping[str, Any]], server: str) -> None:
@@ -103,11 +103,11 @@ class ServedBridge:
                 )
 
     def check_projection(self, projected: torch.Tensor, states: Sequence[torch.Tensor], server: str) -> None:
-        """Compares what a server has projected with float64.
+        """Compares the projections of a server with float64 ones.
 
         Args:
             projected: [maps, T, R].
-            states: of each map's layer [T, D], as the server sends them.
+            states: of each map's layer [T, D], in the server's dtype.
 
         Raises:
             ValueError: they differ by more than float32 rounds.
@@ -126,7 +126,7 @@ class ServedBridge:
                 )
 
     def _parts(self) -> list[torch.Tensor]:
-        """What the file holds, in order."""
+        """Returns the numbers of the file, in order: mean and basis of each map."""
         found = []
         for layer in self.students:
             maps = self.bridge.for_layer(layer)

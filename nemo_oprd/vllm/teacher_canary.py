@@ -1,7 +1,7 @@
-"""Proof that a teacher's server computes transformers' states, and that the trainer's head is the teacher's.
+"""Check that a teacher's server computes transformers' states, and that the trainer's head is the teacher's.
 
-Every server shows its states at every start, after every restart and every `teacher.vllm.check_every` steps. Only the
-comparison with transformers is spared, where the very same bytes have passed it before (`canary/`,
+Every server computes the canary at every start, after every restart and every `teacher.vllm.check_every` steps. Only
+the comparison with transformers is skipped if exactly the same bytes have passed it before (`nemo_oprd/canary`,
 docs/canary.md).
 """
 
@@ -25,25 +25,25 @@ from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
 
-# of a log-probability, by the precision of states and head
+# tolerance of a log-probability, by the precision of states and head
 _HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
-# lets a server answer requests
+# sends requests to a server and returns its answers
 Asks = Callable[[list[Request]], list[Answer]]
-# layer -> a tensor [T, D] per prompt; of the last layer the state before the final norm, and that after it as L + 1
+# layer -> a tensor [T, D] per prompt; layer L before the final norm, and the state after it as layer L + 1
 States = dict[int, list[torch.Tensor]]
 
 
 @dataclass
 class Canary:
-    """The proof of one teacher's servers on this machine.
+    """The check of one teacher's servers on this machine.
 
     Attributes:
-        dtype: in which the servers compute.
+        dtype: the servers' precision.
         head: reads the LM head that the trainer applies to final states; None: it applies none.
-        bridge: what the servers apply to the states of the run; the canary's own are in full width.
-        logprobs: whether the run takes log-probabilities and entropies by the servers' own head.
+        bridge: the maps that the servers apply to the states of the run; those of the canary are in full width.
+        logprobs: whether the run takes log-probabilities and entropies from the servers' own head.
     """
 
     spec: ModelSpec
@@ -52,13 +52,13 @@ class Canary:
     head: Callable[[], OutputHead] | None
     bridge: ServedBridge | None = None
     logprobs: bool = False
-    verdict: CanaryVerdict | None = None  # of the last proof
+    verdict: CanaryVerdict | None = None  # of the last check
 
     def prove(self, ask: Asks, described: dict[str, Any]) -> str:
-        """A line that says what was compared; `verdict` holds it.
+        """Checks a server; returns a line that names the comparisons, and stores the result in `verdict`.
 
         Args:
-            described: what the server says of itself.
+            described: the server's own description.
 
         Raises:
             ValueError: the states are not the model's, the head is not, or transformers does not run the model.
@@ -84,12 +84,12 @@ class Canary:
         return verdict.line
 
     def prompts(self, described: dict[str, Any]) -> list[list[int]]:
-        """They exceed the window and what the server computes at a time, as far as the model has positions."""
+        """Makes prompts longer than the window and the server's chunk, capped at the model's `max_positions`."""
         spec = self.spec
         return canary_prompts(spec.vocab_size, sliding_window(spec.hf_config), described["chunk"], spec.max_positions)
 
     def _key(self, described: dict[str, Any], states: States, heads: list[torch.Tensor]) -> str:
-        """Of what a verdict depends on, all that was seen included: other states and numbers are compared anew."""
+        """Returns the key of a verdict; it covers all results, so that other states and numbers are compared anew."""
         seen = hashlib.blake2b(digest_size=16)
         for rows in (*(rows for _, prompts in sorted(states.items()) for rows in prompts), *heads):
             seen.update(rows.contiguous().view(torch.uint8).numpy().data)
@@ -98,13 +98,13 @@ class Canary:
         return canary_key(self.directory, prompts=prompts, layout=layout, dtype=self.dtype, engine=engine)
 
     def _states(self, ask: Asks, prompts: list[list[int]]) -> States:
-        """The server's states of all rows of the prompts."""
+        """Requests the server's states of all rows of the prompts."""
         layers = [*range(1, self.spec.num_layers + 2)]
         answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
         return {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(layers)}
 
     def _heads(self, ask: Asks, prompts: list[list[int]]) -> list[torch.Tensor]:
-        """Of the last rows of each prompt, float32 [n, 2]: the next token's log-probability, the entropy."""
+        """Requests, for the last rows of each prompt, float32 [n, 2]: the next token's log-probability, the entropy."""
         requests = []
         for ids in prompts:
             rows = head_rows(len(ids))
@@ -113,7 +113,7 @@ class Canary:
         return [answer.final for answer in ask(requests)]
 
     def _check_bridge(self, bridge: ServedBridge, ask: Asks, ids: list[int], states: States) -> None:
-        """Compares what servers project with what this process makes of the same states."""
+        """Compares the servers' projections with those of this process from the same states."""
         wanted = Ask(uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank)
         (answer,) = ask([Request(ids, wanted)])
         bridge.check_projection(answer.states, [states[layer][0] for layer in bridge.layers], str(self.directory))
@@ -139,7 +139,7 @@ class Canary:
         return verdict
 
     def _check_head(self, ask: Asks, ids: list[int]) -> None:
-        """Compares log-probabilities by the trainer's head with the server's own, its scale, bias and caps included."""
+        """Compares log-probabilities by the trainer's head with those by the server's, with scale, bias and caps."""
         assert self.head is not None
         rows, vocabulary = [*range(len(ids) - 1)], self.spec.vocab_size
         states, own = (

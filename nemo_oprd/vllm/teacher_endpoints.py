@@ -1,8 +1,9 @@
-"""Servers of a teacher that somebody else runs (`teacher.vllm.endpoints`), which other runs may use at the same time.
+"""Servers of a teacher that others run (`teacher.vllm.endpoints`), which several runs may use at the same time.
 
-They are started by `nemo-oprd serve --role teacher`. States come back as the HTTP answers of requests
-(`vllm/worker/nemo_oprd_teacher_door.py`), so a server may be on any machine. A server that was started anew has another
-generation: it counts as dead, and has to prove itself before it is asked again.
+`nemo-oprd serve --role teacher` starts them. States come back as HTTP answers, through the middleware in
+`vllm/worker/nemo_oprd_teacher_middleware.py`, so a server may be on any machine. A server that was started anew has
+another
+generation: it counts as dead, and has to pass the canary before the next request.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from nemo_oprd.vllm.endpoint import Endpoint, guest
 from nemo_oprd.vllm.server import Server, ServerDied
 from nemo_oprd.vllm.teacher_launch import KEY, MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.worker.nemo_oprd_asks import ROOM, STATES, read_answer
+from nemo_oprd.vllm.worker.nemo_oprd_requests import ROOM, STATES, read_answer
 
 logger = logging.getLogger(__name__)
 
-# of the free memory of a machine, the part that the answers of its ranks may take
+# the share of a machine's free memory that the answers of its ranks may take
 HOST_SHARE = 0.25
 
 
 def shared_endpoint(config: Config, number: int, url: str) -> Endpoint:
-    """A server at `url`, without a lease.
+    """Makes the client side of a server at `url`, without a lease.
 
     Raises:
-        ValueError: the file with the token is none.
+        ValueError: the token file holds no token.
     """
     settings = config.teacher.vllm
     return Endpoint(
@@ -49,12 +50,12 @@ def shared_endpoint(config: Config, number: int, url: str) -> Endpoint:
 
 @dataclass(frozen=True)
 class AnswerBodies:
-    """Reads the answers in what servers send; a `Reader` of `Sampling`.
+    """Parses the answers in HTTP bodies; a `Reader` of `Sampling`.
 
     Attributes:
         requests: those under way, by index.
         width, dtype: of the teacher's states.
-        generations: server's name -> the generation that has proven itself.
+        generations: server's name -> the generation that has passed the canary.
         sizes: bytes of the answers, by index.
     """
 
@@ -65,7 +66,7 @@ class AnswerBodies:
     sizes: Mapping[int, int]
 
     def path_of(self, index: int) -> str:
-        """Where a request is posted."""
+        """Returns the path of a request."""
         return f"{STATES}/{self.requests[index].ask.name}?bytes={self.sizes[index]}"
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
@@ -80,12 +81,12 @@ class AnswerBodies:
 
 
 def server_room(client: Client, server: Server) -> int:
-    """Bytes of answers that a server holds at a time; raises ServerDied or ServerRefused as `Client.post`."""
+    """Reads how many bytes of answers a server can hold; raises ServerDied or ServerRefused as `Client.post`."""
     return int(client.run(client.post(server, ROOM, timeout=CALL_TIMEOUT_S, read=int)))
 
 
 def host_room(ranks: int) -> int:
-    """Bytes of answers that one of `ranks` ranks of this machine may hold at a time."""
+    """Computes how many bytes of answers one of `ranks` ranks of this machine may hold."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free: dict[str, Any] = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
     return int(int(free["MemAvailable"]) * 1024 * HOST_SHARE) // ranks

@@ -1,4 +1,4 @@
-"""How a teacher's vLLM server is started, and whether what runs there computes the states of the wanted model."""
+"""The start of a teacher's vLLM server, and the check that a running one computes the states of the right model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nemo_oprd.models import ModelSpec
 from nemo_oprd.vllm.launch import DTYPES, find_python
 
 KEY = "teacher.vllm"
-# sequences that a server computes at a time; further requests wait in it
+# sequences that a server computes at a time; vLLM queues further requests
 MAX_SEQUENCES = 64
-# tokens of a forward pass; longer prompts are computed in chunks
+# tokens of a forward pass; vLLM computes longer prompts in chunks
 BATCHED_TOKENS = 2048
-# of its environment: hooks need the first runner, and the token that a request samples is one position more
+# a server's environment: hooks need the first runner, and the token that a request samples is one position more
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 
@@ -24,10 +24,10 @@ def check_settings(settings: ServerConfig) -> None:
 
 
 def server_arguments(config: Config, directory: Path, longest: int, *, cuda: bool) -> list[str]:
-    """The arguments of a server, without where it listens.
+    """Returns the arguments of a server, without its address.
 
     Args:
-        directory: holds the model, its weights included.
+        directory: holds the model, including its weights.
         longest: the most tokens of a sequence.
     """
     settings = config.teacher.vllm
@@ -38,9 +38,9 @@ def server_arguments(config: Config, directory: Path, longest: int, *, cuda: boo
         *("--max-model-len", str(longest + 1), "--max-num-seqs", str(MAX_SEQUENCES)),
         *("--max-num-batched-tokens", str(BATCHED_TOKENS)),
         *("--tensor-parallel-size", str(settings.tensor), "--seed", str(config.seed)),
-        # a compiled model calls no hooks, and a cached prefix is not computed
+        # a compiled model calls no hooks, and vLLM does not compute a cached prefix
         *("--enforce-eager", "--no-enable-prefix-caching"),
-        *("--worker-extension-cls", "nemo_oprd_teach.TeacherExtension"),
+        *("--worker-extension-cls", "nemo_oprd_teacher.TeacherExtension"),
         "--disable-uvicorn-access-log",
     ]
     if cuda:
@@ -60,11 +60,11 @@ def check_description(
     tensor: int | None,
     longest: int,
 ) -> None:
-    """Raises ValueError unless a server, as its workers describe it, computes this teacher, and in a way that is read.
+    """Raises ValueError unless a server, by its workers' description, computes this teacher in a supported way.
 
     Args:
         weights: the digest of the teacher's files on this machine.
-        tensor: the number of its workers; None: whoever runs it chooses.
+        tensor: the number of its workers; None: its owner chooses.
         longest: the most tokens of a sequence that it has to compute.
     """
     wanted = {
@@ -85,7 +85,7 @@ def check_description(
         "weights": weights,
     }
     differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
-    # vLLM has several ways to compute weights that are quantized in their files, and names each after the method
+    # vLLM has several ways to compute quantized weights, and names each after the method
     method = (spec.hf_config.get("quantization_config") or {}).get("quant_method")
     quantization = found.get("quantization")
     if quantization != method and (method is None or method not in str(quantization)):

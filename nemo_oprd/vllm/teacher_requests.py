@@ -1,4 +1,4 @@
-"""What a rank wants of the teacher's servers: an ask per sequence, and the answers as rows of the step's plan.
+"""A rank's requests to the teacher's servers, one per sequence, and the answers as rows of the step's plan.
 
 L layers and D hidden size of the teacher, n rows.
 """
@@ -21,18 +21,18 @@ from nemo_oprd.distillation.target_transfer import RowShard
 from nemo_oprd.megatron.parallel import device, on_device
 from nemo_oprd.vllm.server import ServerRefused
 from nemo_oprd.vllm.teacher_bridge import ServedBridge, number_of_layer
-from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, LOGPROB_COLUMNS, Ask
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
+from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, LOGPROB_COLUMNS, Ask
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server computed of a sequence, in host memory.
+    """A server's results for one sequence, in host memory.
 
     Attributes:
-        states: of the asked layers and rows, [layers, rows, D] in the model's dtype; with a bridge, of its maps,
-            float32 [maps, rows, R].
-        final: of the final rows: the states after the final norm [n, D], or float32 [n, 2] of log-probability and
+        states: the requested layers and rows, [layers, rows, D] in the model's dtype; with a bridge, the projections
+            by its maps, float32 [maps, rows, R].
+        final: for the final rows, the states after the final norm [n, D], or float32 [n, 2]: log-probability and
             entropy.
     """
 
@@ -42,24 +42,24 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence for the servers, and what is asked of it."""
+    """A request to a server: a sequence, and the rows to compute of it."""
 
     ids: list[int]
     ask: Ask
 
     def body(self) -> dict[str, Any]:
-        """What is posted. The one token that vLLM wants to sample is not read."""
+        """Returns the HTTP body. The one token that vLLM has to sample is ignored."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "extra_args": {ASK: self.ask.text()}}
         return {"token_ids": self.ids, "sampling_params": sampling}
 
     def renamed(self) -> Request:
-        """The same request for an answer of another name."""
+        """Returns the same request with a new name for its answer."""
         return Request(self.ids, replace(self.ask, name=uuid.uuid4().hex))
 
     def pieces(self, room: int, width: int, dtype: str) -> list[Request]:
-        """The request itself, or what is asked in its place if its answer takes more than `room` bytes.
+        """Splits the request if its answer takes more than `room` bytes; else returns the request alone.
 
-        Pieces have fewer rows: at least one each, or as many as a server projects at a time. See `joined`.
+        Pieces have fewer rows: at least one each, or as many as a server projects at a time. `joined` is the inverse.
         """
         ask, (of_states, of_final) = self.ask, self.ask.sizes(width, dtype)
         if of_states + of_final <= room:
@@ -80,21 +80,21 @@ class Request:
         return [Request(self.ids, piece).renamed() for piece in found]
 
     def joined(self, answers: list[Answer]) -> Answer:
-        """The answer to the request from those to its `pieces`, in order."""
+        """Joins the answers to the `pieces`, in order, into the answer to the request."""
         if len(answers) == 1:
             return answers[0]
         final = [answer.final for answer in answers if len(answer.final)] or [answers[0].final]
         return Answer(torch.cat([answer.states for answer in answers], dim=1), torch.cat(final))
 
     def read(self, header: dict[str, Any], values: bytearray, server: str, expected: dict[str, Any]) -> Answer:
-        """The answer in a file.
+        """Checks and returns the answer in a file.
 
         Args:
             expected: the header of a complete answer to this request, see `Ask.header`.
 
         Raises:
-            ServerRefused: the server says what went wrong, the file is not a complete answer to this request, or a
-                value is not finite.
+            ServerRefused: the server reports an error, the file is not a complete answer to this request, or a value is
+                not finite.
         """
         if "error" in header:
             raise ServerRefused(f"{server} could not give the teacher's states: {header['error']}")
@@ -145,7 +145,7 @@ def wanted_sequences(
     term: OutputTerm | None,
     bridge: ServedBridge | None,
 ) -> list[Wanted]:
-    """What data-parallel rank `data` asks for, of the tokens that `plan`, the teacher's, computes.
+    """Lists the sequences that data-parallel rank `data` requests, with the tokens that the teacher's `plan` computes.
 
     Args:
         bridge: the teacher's, if servers apply it.
@@ -186,10 +186,10 @@ def wanted_sequences(
 
 
 class Shards:
-    """The rows of this rank, taken out of answers as they come, and projected if no server has applied the bridge."""
+    """The rows of this rank, taken from answers as these arrive, and projected here if no server applies the bridge."""
 
     def __init__(self, match: TeacherMatch, term: OutputTerm | None, dtype: torch.dtype, last: int) -> None:
-        """`dtype`: the run's; `last`: the student's last layer, whose key the output rows have."""
+        """Begins without rows. `dtype`: the run's; `last`: the student's last layer, the key of the output rows."""
         self._match, self._term, self._dtype, self._last = match, term, dtype, last
         self._rows: list[np.ndarray] = []
         self._values: dict[int, list[torch.Tensor]] = {layer: [] for layer in match.layers}
@@ -212,7 +212,7 @@ class Shards:
             self._output.append(answer.final.to(device()).index_select(0, on_device(wanted.output_at)))
 
     def joined(self) -> tuple[RowShard, RowShard | None]:
-        """(The rows of the representation loss by student layer, those of the output loss if there is one)."""
+        """Returns (rows of the representation loss by student layer, rows of the output loss if there is one)."""
         match, dtype = self._match, self._dtype if self._match.project is None else torch.float32
         values = {layer: _joined(parts, match.width, dtype) for layer, parts in self._values.items()}
         hidden = RowShard(_indices(self._rows), values)
@@ -225,7 +225,7 @@ class Shards:
 
 
 def _joined(parts: list[torch.Tensor], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[n, width]; the parts are freed."""
+    """Joins the parts to [n, width] and frees them."""
     joined = torch.cat(parts) if parts else torch.empty(0, width, dtype=dtype, device=device())
     parts.clear()
     return joined

@@ -1,4 +1,4 @@
-"""One round of asking a teacher's servers: until every answer is there, or no server is left."""
+"""Requests to a teacher's servers: prefetching while responses are sampled, and the rounds that fetch the rest."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from nemo_oprd.vllm.sampling import GENERATE, Claimed, Sampling
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_endpoints import AnswerBodies
 from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.weight_push import Failures
-from nemo_oprd.vllm.worker.nemo_oprd_asks import AnswerFolder
+from nemo_oprd.vllm.weight_transfer import Failures
+from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder
 
-# States that are asked for before a batch is complete: a teacher's servers compute while responses are sampled.
+# Prefetching: a teacher's servers compute states of complete responses while others are still being sampled.
 #
-# An answer depends on weights, ids and rows only, so its file gets a name that depends on them, too. It waits in shared
-# memory until the round in which a rank needs it, whichever rank that is. Then the rank reads the file if it is there,
-# and asks as ever if not: results do not depend on what came early enough. The files are within a budget.
+# An answer depends on weights, ids and rows only, so its file has a name derived from them. It stays in shared memory
+# until the round in which any rank needs it. That rank reads the file if it exists, and sends the request if not, so
+# results do not depend on timing. A budget limits the files.
 
 
 def named(request: Request) -> Request:
-    """The same request for an answer whose name is a digest of all that the answer depends on."""
+    """Returns the same request, with a digest of all that the answer depends on as the answer's name."""
     content = {**asdict(request.ask), "name": ""}
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     digest.update(array("q", request.ids).tobytes())
@@ -41,7 +41,7 @@ def named(request: Request) -> Request:
 
 @dataclass
 class _Early:
-    """What was asked for of one step: names and bytes of the answers, and when, in seconds since the epoch."""
+    """The prefetching of one step: names and bytes of the answers, and its times, in seconds since the epoch."""
 
     bytes: int = 0
     names: set[str] = field(default_factory=set)
@@ -50,12 +50,12 @@ class _Early:
 
 
 class Ahead:
-    """What one rank asks for early.
+    """The prefetching requests of one rank.
 
     Args:
         width, dtype: of the teacher's states.
         readers: ranks that share the budget.
-        slots: requests that are with the servers at a time.
+        slots: requests at the servers at a time.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Ahead:
         self._lock = threading.Lock()
         self._steps: dict[int, _Early] = {}
         self._under_way: list[Future[None]] = []
-        self.used = 0  # answers that this rank has taken
+        self.used = 0  # the number of prefetched answers that this rank has taken
 
     def offer(self, step: int, requests: list[Request], servers: list[Server]) -> None:
-        """Asks for what fits the budget; from any thread."""
+        """Sends as many requests as the budget allows; any thread may call this."""
         for request in map(named, requests):
             size = sum(request.ask.sizes(*self._of_model))
             with self._lock:
@@ -88,11 +88,11 @@ class Ahead:
             try:
                 await self._client.post(server, GENERATE, request.body(), timeout=self._limit_s, read=bytes)
             except (ServerDied, ServerRefused):
-                return  # the round that needs the answer asks for it, and tells what is wrong
+                return  # the round that needs the answer requests it again, and reports the error
             early.ended = time.time()
 
     def settle(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until no request is under way."""
         with self._lock:
             under_way, self._under_way = self._under_way, []
         for each in under_way:
@@ -105,10 +105,10 @@ class Ahead:
         generations: Collection[int],
         take: Callable[[int, Answer], None],
     ) -> None:
-        """Calls `take` with the answers that are there, of servers as they run now: of these `generations`.
+        """Calls `take` with each answer that exists and comes from a current process of a server, one of `generations`.
 
         Raises:
-            ServerRefused: a file is no answer to its request.
+            ServerRefused: a file does not answer its request.
         """
         for i, request in enumerate(requests):
             if (answer := self._found(request, folder, generations)) is not None:
@@ -124,33 +124,33 @@ class Ahead:
         return request.read(*found, "a server of the teacher", expected)
 
     def forget(self, step: int, folder: AnswerFolder) -> None:
-        """Removes what is left of the steps before `step`."""
+        """Removes the answers left over from the steps before `step`."""
         with self._lock:
             over = [self._steps.pop(each) for each in [*self._steps] if each < step]
         for name in (name for early in over for name in early.names):
             folder.take(name)
 
     def span(self, step: int) -> tuple[float, float] | None:
-        """When the first answer of a step was asked for, and when the last one that is there came."""
+        """Returns when the first request of a step was sent, and when its last answer arrived; None without answers."""
         early = self._steps.get(step)
         return (early.began, early.ended) if early is not None and early.ended else None
 
     def close(self) -> None:
-        """Gives up what is under way."""
+        """Drops the requests under way."""
         for each in self._under_way:
             each.cancel()
 
 
 @dataclass
 class RequestQueue:
-    """The requests that are still to be asked, and the bytes of answers that wait for this rank.
+    """The requests still to send, and the bytes of answers that wait for this rank.
 
     Attributes:
-        left: claimed from the end.
+        left: open requests; `claim` takes the last one.
         sizes: bytes of the answer to each request.
         room: bytes of answers that may wait at a time.
-        waiting: bytes of the answers of requests that are under way.
-        under_way: claimed and neither taken nor given back.
+        waiting: bytes of the answers of requests under way.
+        under_way: the number of requests claimed and neither taken nor given back.
     """
 
     left: list[tuple[int, Request]]
@@ -161,9 +161,9 @@ class RequestQueue:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def claim(self) -> Claimed | None:
-        """The next request, once there is room for its answer, or nothing else waits; None if there are no more.
+        """Returns the next request, once its answer has room or no other one is under way; None if none is left.
 
-        It is not over while requests are under way, because a dead server's come back.
+        It waits while requests are under way, because those of a dead server come back.
         """
         while self.left or self.under_way:
             if self.left:
@@ -178,11 +178,11 @@ class RequestQueue:
         return None
 
     def taken(self, index: int) -> None:
-        """Its answer is here, and out of shared memory."""
+        """Notes that this rank has the answer, which has left shared memory."""
         self._end(index)
 
     def give_back(self, claimed: Claimed) -> None:
-        """Its server died. Another one answers it under another name: half an answer may have the first one."""
+        """Takes back a dead server's request under another name: a partial answer may have the first one."""
         index, _ = claimed
         self.left.append((index, self._end(index).renamed()))
 
@@ -196,13 +196,13 @@ class _Whole:
     """Joins the answers to the pieces of requests."""
 
     def __init__(self, requests: Sequence[Request], owners: Sequence[int], take: Callable[[int, Answer], None]) -> None:
-        """`owners`: of each piece, the index of its request; those of a request stand together, in order."""
+        """Begins without answers. `owners`: for each piece, the index of its request, whose pieces are adjacent."""
         self._requests, self._owners, self._take = requests, owners, take
         self._found: dict[int, dict[int, Answer]] = {}
         self._pieces = Counter(owners)
 
     def take(self, piece: int, answer: Answer) -> None:
-        """Takes the answer to a piece, and hands the whole one over when it is the last."""
+        """Takes the answer to a piece, and passes the whole answer on with the last piece."""
         index = self._owners[piece]
         found = self._found.setdefault(index, {})
         found[piece] = answer
@@ -213,16 +213,16 @@ class _Whole:
 
 @dataclass(frozen=True)
 class AnswerFiles:
-    """Reads the answers in a folder; a `Reader` of `Sampling`."""
+    """Parses the answers in a folder; a `Reader` of `Sampling`."""
 
     folder: AnswerFolder
     requests: Mapping[int, Request]  # those under way
     width: int
     dtype: str
-    generations: Mapping[str, int]  # server's name -> which start of it has proven itself
+    generations: Mapping[str, int]  # server's name -> the start that has passed the canary
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
-        """See `Reader`; what the server says by HTTP is a token that nobody needs."""
+        """See `Reader`; ignores the HTTP answer, which holds one sampled token."""
         request = self.requests[index]
         found = self.folder.take(request.ask.name)
         if found is None:
@@ -236,15 +236,15 @@ class AnswerFiles:
 
 @dataclass(frozen=True)
 class Round:
-    """How a rank asks.
+    """The parameters of a rank's requests.
 
     Attributes:
         folder: where the servers write answers; None: they send them (`teacher_endpoints.py`).
-        generations: server's name -> which start of it has proven itself.
+        generations: server's name -> the start that has passed the canary.
         width, dtype: of the teacher's states.
         room: bytes of answers that may wait for this rank, in shared memory or in its own.
-        slots: requests that are with a server at a time.
-        limit_s: seconds for a request.
+        slots: requests at a server at a time.
+        limit_s: time limit of a request in seconds.
     """
 
     client: Client
@@ -264,13 +264,13 @@ class Round:
         failures: Failures,
         servers: list[Server],
     ) -> None:
-        """Asks `servers` for what is missing until it is there or none of them is left; adds to `failures`.
+        """Sends the `missing` requests until all are answered or no server is left; adds errors to `failures`.
 
-        `take` is called in this thread.
+        This thread calls `take`.
         """
         pieces = [(i, piece) for i in missing for piece in requests[i].pieces(self.room, self.width, self.dtype)]
         sizes = {at: sum(piece.ask.sizes(self.width, self.dtype)) for at, (_, piece) in enumerate(pieces)}
-        left = [(at, piece) for at, (_, piece) in reversed([*enumerate(pieces)])]  # claimed from the end
+        left = [(at, piece) for at, (_, piece) in reversed([*enumerate(pieces)])]  # `claim` takes the last one
         waiting, whole = RequestQueue(left, sizes, self.room), _Whole(requests, [i for i, _ in pieces], take)
         reader = self._reader(waiting)
         path_of = reader.path_of if isinstance(reader, AnswerBodies) else None
@@ -286,17 +286,17 @@ class Round:
         under_way.add_done_callback(lambda _: arrived.put(None))
         while (found := arrived.get()) is not None:
             whole.take(*found)
-        under_way.result()  # raises what went wrong in our own code
+        under_way.result()  # raises errors of this program
         failures.died |= work.died
         if work.error is not None:
             failures.refused.append(work.error)
 
     def answers(self, requests: list[Request], server: Server) -> list[Answer]:
-        """One server's answers to all requests.
+        """Returns one server's answers to all requests.
 
         Raises:
-            ServerDied: it ended.
-            ServerRefused: it gives no states.
+            ServerDied: the server ended.
+            ServerRefused: the server gives no states.
         """
         failures, found = Failures(), dict[int, Answer]()
         self.ask(requests, [*range(len(requests))], found.__setitem__, failures, [server])

@@ -1,10 +1,10 @@
-"""The vLLM servers of one teacher, as the ranks that read from them see them.
+"""The vLLM servers of one teacher: their placement, start and check, and the calls of the ranks that read from them.
 
-One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role asks servers
-of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared memory. Servers
-that somebody else runs are asked by all of these ranks, and proven by the first of them (`teacher_endpoints.py`). A
-request is a pure function of weights, ids and rows: if a server dies, the round ends when nothing else is left to ask,
-the server is restarted and checked again, and the next round asks for what is missing.
+One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role sends requests
+to servers of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared
+memory. All of these ranks use the endpoints, servers that others run, and the first of the ranks checks them
+(`teacher_endpoints.py`). A request is a pure function of weights, ids and rows: if a server dies, the round ends when
+no other request is left, the server is restarted and checked again, and the next round sends the missing requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_oprd.megatron.parallel import device, everyones, wait_for_all
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.controlled import machines_and_devices
+from nemo_oprd.vllm.controller import machines_and_devices
 from nemo_oprd.vllm.endpoint import Endpoint
 from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.placement import dedicated_ranks, rank_groups
@@ -46,32 +46,32 @@ from nemo_oprd.vllm.teacher_launch import (
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import Ahead, Round
 from nemo_oprd.vllm.transport import SharedFolder
-from nemo_oprd.vllm.weight_push import PROBE, Failures
-from nemo_oprd.vllm.worker.nemo_oprd_asks import AnswerFolder, weights_digest
+from nemo_oprd.vllm.weight_transfer import PROBE, Failures
+from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_digest
 
-# What the ranks tell each other of a teacher's servers once these have proven themselves.
+# The servers' addresses and generations, which the ranks tell each other once the servers have passed the canary.
 
 
 @dataclass
 class KnownServers:
-    """Of the servers that this rank asks.
+    """Data of the servers that this rank uses.
 
     Attributes:
-        generations: server's name -> which start of it has proven itself; an answer names the start that it is from.
-        rooms: server's number -> bytes of answers that it holds at a time; of servers elsewhere.
+        generations: server's name -> the start that has passed the canary; an answer names the start that made it.
+        rooms: server's number -> bytes of answers that it holds at a time; for endpoints only.
     """
 
     generations: dict[str, int] = field(default_factory=dict)
     rooms: dict[int, int] = field(default_factory=dict)
 
     def share(self, own: dict[int, Server], servers: dict[int, Server], mine: set[int], *, elsewhere: bool) -> None:
-        """Tells all ranks of `own` servers, and learns of those that other ranks start or prove. Every rank calls this.
+        """Tells all ranks of `own` servers, and adds those of this machine to `servers`. Every rank calls this.
 
         Args:
             own: this rank's servers, by number.
-            servers: those that this rank asks; servers of its machine are added.
-            mine: the numbers of all servers that this rank asks.
-            elsewhere: whether somebody else runs all servers, so that every rank knows their addresses.
+            servers: those that this rank uses; the call adds servers of its machine.
+            mine: the numbers of all servers that this rank uses.
+            elsewhere: whether all servers are endpoints, whose addresses every rank knows.
         """
         told = {
             number: (self.generations.get(server.name, 0), self.rooms.get(number, 0), str(server.socket))
@@ -87,21 +87,21 @@ class KnownServers:
 
 
 def _neighbour(number: int) -> Server:
-    """A server that another rank of this machine has started."""
+    """Makes the client side of a server that another rank of this machine has started."""
     return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
 
 
 logger = logging.getLogger(__name__)
 
-# of the free bytes in shared memory, the part that answers may take on a machine
+# the share of free bytes in shared memory that answers may take on a machine
 ANSWERS_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class _Place:
-    """One server: the rank that starts or proves it, the ranks that ask it, and its CUDA devices (None: without CUDA).
+    """One server: the rank that starts or checks it, the ranks that use it, its CUDA devices (None: without CUDA).
 
-    `url` is that of a server that somebody else runs.
+    `url` is the address of an endpoint.
     """
 
     number: int
@@ -119,10 +119,10 @@ def place(
     endpoints: Sequence[str] = (),
     first: int | None = None,
 ) -> list[_Place]:
-    """The servers of a teacher, the same on every rank.
+    """Places the servers of a teacher, the same on every rank.
 
     Args:
-        endpoints: the addresses of those that somebody else runs; without any, the run starts its own.
+        endpoints: the addresses of servers that others run; without any, the run starts its own.
         machines, devices: per rank of the world, as in `vllm/placement.py`.
         readers: the ranks that need states.
         first: the first rank of dedicated servers; None: the one behind the readers.
@@ -158,10 +158,10 @@ def place(
 
 
 def longest_sequence(config: Config, canary: Canary) -> int:
-    """The most tokens of a sequence that servers are asked for, of the run and of the canary.
+    """Returns the most tokens of a sequence in a request, of the run and of the canary.
 
-    All positions of the model, unless it is known before what the teacher reads: the student's ids, of prompts with a
-    limit and of responses that this run samples.
+    It is the number of the model's positions, unless the teacher reads the student's ids, of prompts with a limit and
+    of responses that this run samples.
     """
     limit, teacher, positions = config.data.max_prompt_tokens, config.teacher, canary.spec.max_positions
     others_ids = teacher.reads != "ids" or bool(config.own_prompts) or config.rollout.replay is not None
@@ -175,7 +175,7 @@ def longest_sequence(config: Config, canary: Canary) -> int:
 def _local_server(
     config: Config, directory: Path, longest: int, where: _Place, number: int, folder: Path
 ) -> LocalServer:
-    """A server of teacher `number`, not yet started; its sockets and answers go into `folder`."""
+    """Makes a server of teacher `number`, not yet started, with its sockets and answers in `folder`."""
     settings = config.teacher.vllm
     return LocalServer(
         where.number,
@@ -201,7 +201,7 @@ async def _settled(
     longest: int,
     bridge: ServedBridge | None,
 ) -> dict[str, Any]:
-    """Waits for a server, compares what it says of itself, puts the capture in place and sends a first request."""
+    """Waits for a server, checks its description, installs the hooks, sends a request; returns the description."""
     timeout = config.teacher.vllm.start_timeout
     await client.wait_until_healthy(server, timeout)
     described = await client.ask_workers(server, "nemo_oprd_describe")
@@ -219,13 +219,13 @@ async def _settled(
 
 
 def _restart(server: Server, why: str, false_starts: dict[int, int]) -> None:
-    """Starts a server again that died, or counts on somebody else to do so.
+    """Restarts a dead server, or leaves that to its owner.
 
     Args:
         false_starts: server's number -> how often in a row it died before it was ready.
 
     Raises:
-        ServerRefused: it died too often.
+        ServerRefused: the server died too often.
     """
     false_starts[server.number] = false_starts.get(server.number, 0) + (server.pushed is None)
     if false_starts[server.number] > 1:
@@ -245,10 +245,10 @@ class TeacherServers:
 
         Args:
             number: index of the teacher.
-            canary: the teacher, and what its servers have to prove.
+            canary: the teacher, and the check of its servers.
             readers: the layout of the ranks that need states.
-            trainer_ranks: the first ranks, which hold models; dedicated servers of all teachers have those behind them,
-                in the order of the teachers. None: the readers.
+            trainer_ranks: the number of first ranks, which hold models; dedicated servers of all teachers have the
+                ranks behind them, in the order of the teachers. None: the readers.
 
         Raises:
             ValueError: the placement of the servers is wrong.
@@ -263,18 +263,18 @@ class TeacherServers:
         places = place(config, machines, devices, ranks, endpoints, first)
         self._longest = longest_sequence(config, canary)
         self._number = number
-        # of this rank's machine, the ranks that hold answers
+        # the ranks of this machine that hold answers
         self._neighbours = sum(machines[rank] == machines[torch.distributed.get_rank()] for rank in ranks)
         self._rank = torch.distributed.get_rank()
         self._mine = [each for each in places if self._rank in each.readers]
-        self._servers: dict[int, Server] = {}  # those that this rank asks
+        self._servers: dict[int, Server] = {}  # those that this rank uses
         self._client: Client | None = None
-        self._shared: SharedFolder | None = None  # a controller's
-        self._answers: AnswerFolder | None = None  # of this machine's servers; None: they are elsewhere
+        self._shared: SharedFolder | None = None  # on a controller
+        self._answers: AnswerFolder | None = None  # of this machine's servers; None: they are endpoints
         self._are_elsewhere = bool(endpoints)
         self._known = KnownServers()
         self._false_starts: dict[int, int] = {}
-        self._described: dict[int, dict[str, Any]] = {}  # what the servers of this rank say of themselves
+        self._described: dict[int, dict[str, Any]] = {}  # the descriptions of this rank's servers
         self.deaths = 0
         self.ahead: Ahead | None = None
         if not self._mine:
@@ -295,7 +295,7 @@ class TeacherServers:
 
     @property
     def _slots(self) -> int:
-        """Requests of this rank that are with one server at a time."""
+        """The number of requests of this rank at one server at a time."""
         return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
 
     def _start(self, where: _Place, number: int) -> None:
@@ -309,31 +309,31 @@ class TeacherServers:
 
     @property
     def verdict(self) -> CanaryVerdict | None:
-        """What the last server of this rank has shown; None on ranks that have started none."""
+        """The verdict on the last checked server of this rank; None on ranks that have started none."""
         return self._canary.verdict
 
     @property
     def near(self) -> list[Server]:
-        """Those that this rank asks."""
+        """The servers that this rank uses."""
         return [*self._servers.values()]
 
     @property
     def bridge(self) -> ServedBridge | None:
-        """What servers apply to the states that are asked for; None: the rank that asked does, if there is one."""
+        """The bridge that servers apply to requested states; None: the requesting rank applies it, if there is one."""
         return self._canary.bridge
 
     def wait(self) -> None:
-        """Waits until all servers are there and are the right ones. Every rank calls this.
+        """Waits until all servers are healthy and have passed their checks. Every rank calls this.
 
         Raises:
-            ServerRefused: one is not, or died too often.
+            ServerRefused: a server has not, or died too often.
             StoppedWaiting: a signal asked the run to stop.
         """
         while failures := self._prepare():
             self._revive(failures.died)
 
     def _prepare(self) -> Failures:
-        """Prepares the servers of this rank, and tells the others where they listen."""
+        """Prepares the servers of this rank, and tells the other ranks their addresses."""
         failures, weights = Failures(), ""
         own = self._controlled()
         if own:
@@ -355,23 +355,23 @@ class TeacherServers:
         return failures
 
     def _controlled(self) -> dict[int, Server]:
-        """The servers that this rank starts, or proves, by number."""
+        """The servers that this rank starts, or checks, by number."""
         numbers = {each.number for each in self._mine if each.controller == self._rank}
         return {number: server for number, server in self._servers.items() if number in numbers}
 
     @property
     def _folder(self) -> Path:
-        """Where the sockets of this machine's servers and their answers are."""
+        """The folder with the sockets of this machine's servers and their answers."""
         socket = next(iter(self._servers.values())).socket
         assert socket is not None
         return socket.parent
 
     def _prove(self, server: Server, weights: str) -> None:
-        """Waits for a server of this rank, and lets it prove itself.
+        """Waits for a server of this rank, and checks it.
 
         Raises:
-            ServerDied: it ended.
-            ValueError: it computes something else.
+            ServerDied: the server ended.
+            ValueError: the server computes something else.
         """
         assert self._client is not None
         settling = _settled(self._client, server, self._config, self._spec, weights, self._longest, self.bridge)
@@ -385,11 +385,11 @@ class TeacherServers:
         server.pushed = weights
 
     def _show(self, server: Server) -> str:
-        """Lets a server show the states of the canary; returns what was found. Raises as `_prove`."""
+        """Runs the canary on a server; returns the result as a line. Raises as `_prove`."""
         return self._canary.prove(lambda asks: self._round().answers(asks, server), self._described[server.number])
 
     def check(self, step: int) -> None:
-        """Lets all servers show their states again, if that is due. Every rank calls this; raises as `wait`."""
+        """Runs the canary on all servers again, if that is due. Every rank calls this; raises as `wait`."""
         if self.ahead is not None and self._answers is not None:
             self.ahead.forget(step, self._answers)
         every, failures = self._settings.check_every, Failures()
@@ -407,10 +407,10 @@ class TeacherServers:
         self.wait()
 
     def gather(self, requests: Sequence[Request], take: Callable[[int, Answer], None]) -> None:
-        """Asks for all requests of this rank, none outside the readers. Every rank of the world calls this.
+        """Sends all requests of this rank, none outside the readers. Every rank of the world calls this.
 
         Args:
-            take: called in this thread with every answer, in any order: the index of its request, and what it holds.
+            take: called in this thread with every answer, in any order: the index of its request, and the answer.
 
         Raises:
             ServerRefused: a server gives no states, or died too often.
@@ -424,7 +424,7 @@ class TeacherServers:
         if self.ahead is not None:
             self.ahead.settle()
         if self._settings.ahead_gib:
-            wait_for_all()  # another rank may have asked for what this one needs
+            wait_for_all()  # another rank may have prefetched what this one needs
         if self.ahead is not None and self._answers is not None:
             generations = {*self._known.generations.values()}
             self.ahead.take_all(requests, self._answers, generations, delivered)
@@ -441,21 +441,21 @@ class TeacherServers:
             self.wait()
 
     def _round(self) -> Round:
-        """What asks servers, with the room that there is now."""
+        """Makes the `Round` of this rank, with the room that is free now."""
         assert self._client is not None
         about, limit_s = (self._spec.hidden_size, self._canary.dtype), self._settings.request_timeout
         where = self._answers, self._known.generations
         return Round(self._client, *where, *about, self._room(), self._slots, limit_s)
 
     def _room(self) -> int:
-        """Bytes of answers that may wait for this rank, in shared memory or, of servers elsewhere, in its own."""
+        """Computes the bytes of answers that may wait for this rank, in shared memory or, with endpoints, its own."""
         if self._are_elsewhere:
             return min(host_room(self._neighbours), *self._known.rooms.values())
         free = os.statvfs(self._folder)
         return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // len(self._mine[0].readers)
 
     def _revive(self, died: dict[int, str]) -> None:
-        """Restarts servers that died, after their unfinished answers are removed; every rank calls this."""
+        """Removes the unfinished answers of dead servers and restarts these; every rank calls this."""
         failures, own = Failures(), self._controlled()
         self.deaths += len(died)
         for number, why in died.items():
@@ -469,8 +469,8 @@ class TeacherServers:
         failures.shared().check()
 
     def close(self) -> None:
-        """Ends the servers that this rank has started, and removes what they left in shared memory."""
-        with ExitStack() as ends:  # the last one first, and all of them, whatever goes wrong
+        """Ends the servers that this rank has started, and removes their files in shared memory."""
+        with ExitStack() as ends:  # the last one first, and all of them, whatever fails
             if self._shared is not None:
                 ends.callback(self._shared.close)
             if self._answers is not None:

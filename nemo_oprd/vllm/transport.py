@@ -1,4 +1,4 @@
-"""The trainer's side of a weight update: the stream of tensors -> buckets -> the servers of this controller.
+"""The trainer's side of a weight transfer: stream of tensors -> buckets -> servers; and the memory of shared GPUs.
 
     file     a controller writes a bucket into shared memory, its servers read it, the file is removed
     group    the world's first rank broadcasts buckets to the workers of servers on other machines
@@ -33,7 +33,7 @@ BUCKET_BYTES = 256 << 20
 
 
 def room(size: int, device: torch.device) -> torch.Tensor:
-    """`size` bytes with any content."""
+    """Allocates `size` bytes with any content."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
@@ -42,10 +42,10 @@ def buckets(
     size: int = BUCKET_BYTES,
     allocate: Callable[[int, torch.device], torch.Tensor] = room,
 ) -> Iterator[Bucket]:
-    """The stream in buckets of at most `size` bytes, or of one tensor that is larger.
+    """Yields the stream in buckets of at most `size` bytes, or of one larger tensor.
 
-    Buckets share one buffer, so a bucket is valid until the next one is asked for. The buffer is not cleared: on a CPU
-    it then takes memory only as far as it is filled, and a small model does not wait for a whole bucket of pages.
+    Buckets share one buffer, so a bucket is valid until the caller requests the next one. The buffer is not cleared: on
+    a CPU it takes memory only as far as it is filled, and a small model does not wait for a whole bucket of pages.
     """
     bucket: Bucket | None = None
     for name, tensor in weights:
@@ -69,12 +69,12 @@ class SharedFolder:
     def __init__(self) -> None:
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())[:16]  # the path of a socket has at most 107 bytes
         self.path = Path("/dev/shm") / f"nemo_oprd_{host}_{uuid.uuid4().hex[:12]}"
-        self.path.mkdir(mode=0o700)  # fails where somebody has put anything of that name
+        self.path.mkdir(mode=0o700)  # fails if the name is in use
         self._count = 0
         self._guard: subprocess.Popen | None = None
 
     def guard(self) -> None:
-        """Starts a guard of its own, for servers without one: endpoints."""
+        """Starts a guard of the folder, for servers without one: endpoints."""
         if self._guard is None:
             self._guard = guard.start(["sleep", "infinity"], self.path)
 
@@ -103,7 +103,7 @@ class SharedFolder:
 
 
 def shareable_room(size: int, device: torch.device) -> torch.Tensor:
-    """As `room`, in CUDA memory that another process can open, which it can't in expandable segments (`ipc`)."""
+    """Allocates as `room`, in CUDA memory that another process can open: not in expandable segments (`ipc`)."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     try:
         return room(size, device)
@@ -114,27 +114,27 @@ def shareable_room(size: int, device: torch.device) -> torch.Tensor:
 
 
 def memory_handle(bucket: Bucket) -> tuple[str, list[Any]]:
-    """(UUID of this rank's GPU, the handle of the bucket's memory there as JSON, bytes in base64), for `ipc`."""
+    """Returns, for `ipc`, (UUID of this rank's GPU, handle of the bucket's memory there as JSON, bytes in base64)."""
     handle = bucket.data.untyped_storage()._share_cuda_()
     fields = [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in handle]
     return str(torch.cuda.get_device_properties(bucket.data.device).uuid), fields
 
 
-# The memory of GPUs that servers share with the trainer (not yet run). Every rank calls these functions.
+# GPU memory that servers share with the trainer (not yet run). Every rank calls these functions.
 
 
-# seconds until the memory of a process that was killed is free
+# seconds until the memory of a killed process is free
 SETTLE_S = 10.0
 
 
 def release() -> None:
-    """Before servers take memory: every rank gives back what it keeps for itself and does not use."""
+    """Frees the unused memory that this rank's allocator keeps, before servers take memory."""
     torch.cuda.empty_cache()
     dist.barrier()
 
 
 def lacking(places: list[Place], share: float) -> list[str]:
-    """Per GPU of servers at `places` that has less free than `share` of its memory, what is wrong; on every rank."""
+    """Reports each GPU of servers at `places` with less free memory than `share`, as one line; equal on every rank."""
     found = []
     for place in places:
         if dist.get_rank() not in place.ranks:

@@ -1,8 +1,8 @@
-"""The process group over which the world's first rank broadcasts weights to the workers of servers (`group`).
+"""The process group over which the world's first rank broadcasts weights to servers' workers (transport `group`).
 
-The trainer and vLLM are not one job, so the group is made by hand: a store on the first rank, and torch's
-process group on top of it. Whenever a server was restarted, all servers and the first rank make a new group.
-`vllm/worker/nemo_oprd_group.py` is what its members do. Over NCCL it was not yet run.
+The trainer and vLLM are not one job, so this module builds the group: a store on the first rank, and torch's
+process group on top of it. After every restart of a server, all servers and the first rank make a new group.
+`vllm/worker/nemo_oprd_group.py` holds the member's side. Over NCCL it was not yet run.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from nemo_oprd.vllm.server import ServerDied
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, send
 from nemo_oprd.vllm.worker.nemo_oprd_group import LOOK_EVERY_S, Group, TransferEnded, address_towards
 
-# of joining, and of one broadcast: meanwhile a worker loads the last bucket, and the trainer gathers the next one
+# limit of joining, and of one broadcast: meanwhile a worker loads the last bucket, and the trainer gathers the next
 TIMEOUT_S = 300.0
-# in which a server leaves a transfer that is over: it may be loading a bucket
+# limit within which a server leaves a transfer that is over: it may be loading a bucket
 LEAVE_S = 30.0
 _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the members of a group meet, and how many they are; `nemo_oprd_worker.InitInfo` on the other side.
+    """Address and size of a group for its members; `nemo_oprd_worker.InitInfo` is the other side.
 
     `key`: (server, generation) of all servers in the group; `first_ranks`: per server, the rank of its first worker.
     """
@@ -55,14 +55,14 @@ class Rendezvous:
     first_ranks: dict[int, int]
 
     def init_info(self, server: int) -> dict[str, Any]:
-        """What a server is told to join the group."""
+        """Returns the fields of the call that lets a server join the group."""
         info = {name: getattr(self, name) for name in ("host", "port", "prefix", "size", "backend")}
         return {**info, "first_rank": self.first_ranks[server], "timeout_s": TIMEOUT_S}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Why a transfer is over before its end, and the server whose fault it is; None if that is not known."""
+    """The reason why a transfer ended early, and the server that caused it; None if that is not known."""
 
     server: int | None
     why: str
@@ -71,8 +71,8 @@ class Ended:
 class WeightGroup:
     """The group of a run. Every rank has one; only the first rank is a member.
 
-    The controllers see the answers of their servers, and the first rank alone could end the transfer for all. They tell
-    each other by a key in the job's store, in which the first reason stays.
+    The controllers see the answers of their servers, but only the first rank can end the transfer for all. They report
+    to each other by a key in the job's store, which keeps the first reason.
     """
 
     def __init__(self, places: list[Place], device: torch.device) -> None:
@@ -84,11 +84,11 @@ class WeightGroup:
         self._meeting: Rendezvous | None = None  # of the newest group, on every rank
         self._store: Any = None
         self._group: Group | None = None
-        # a connection of its own: while one waits, other users of it get no answer
+        # a connection of its own: while one waits, it serves no other call
         self._job: Any = _get_default_store().clone() if self._workers else None  # type: ignore[attr-defined]
 
     def meet(self, generations: dict[int, int]) -> Rendezvous | None:
-        """Where a new group meets, the same on every rank; None if none is needed. Every rank calls this.
+        """Chooses where a new group meets, the same on every rank; None if none is needed. Every rank calls this.
 
         `generations` are those of the servers of this rank.
         """
@@ -111,7 +111,7 @@ class WeightGroup:
         for number, workers in self._workers.items():
             first_ranks[number] = size
             size += workers
-        # whoever reaches the store can still list its keys; see docs/security.md
+        # every client that reaches the store can still list its keys; see docs/security.md
         prefix = f"weights/{secrets.token_hex(16)}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return Rendezvous(
@@ -119,7 +119,7 @@ class WeightGroup:
         )
 
     def open(self, meeting: Rendezvous) -> Future | None:
-        """Begins to open the group; the others must join meanwhile. None on ranks that are not in it."""
+        """Begins to open the group while the others join; returns a future, or None on ranks that are not in it."""
         if dist.get_rank() != 0:
             return None
         self._group = None
@@ -129,7 +129,7 @@ class WeightGroup:
         def run() -> None:
             try:
                 future.set_result(group.open())
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # raised where the caller reads the result
                 self._end(group, f"the process group of the weights did not come about: {error}")
                 future.set_exception(error)
 
@@ -137,13 +137,13 @@ class WeightGroup:
         return future
 
     def opened(self, future: Future | None) -> None:
-        """Waits until the group is there, or is given up; then `ended` says why."""
+        """Waits until the group is open, or its opening has failed; then `ended` gives the reason."""
         if future is not None:
             with suppress(RuntimeError):
                 self._group = future.result()
 
     def send(self, bucket: Bucket | None) -> None:
-        """Broadcasts a bucket, or None for the end. If the group breaks, `ended` says why, and nothing more is sent."""
+        """Broadcasts a bucket, or None for the end. If the group breaks, it stops, and `ended` gives the reason."""
         if self._group is None:
             return
         try:
@@ -153,7 +153,7 @@ class WeightGroup:
             self._end(group, f"the process group of the weights broke: {error}")
 
     def watch(self, server: int, received: Future) -> None:
-        """Tells all ranks if the call in which a server receives everything fails."""
+        """Reports to all ranks if the call in which a server receives the weights fails."""
 
         def look(answered: Future) -> None:
             if not answered.cancelled() and (error := answered.exception()) is not None:
@@ -162,9 +162,9 @@ class WeightGroup:
         received.add_done_callback(look)
 
     def wait_for(self, name: str, received: Future) -> None:
-        """Waits until a server has received everything, or has left a transfer that is over. Raises what it answered.
+        """Waits until a server has received all buckets, or has left an ended transfer. Raises the server's error.
 
-        ServerDied if it does not leave.
+        ServerDied if the server does not leave.
         """
         leave_by = None
         while True:
@@ -180,12 +180,12 @@ class WeightGroup:
                 )
 
     def report(self, server: int | None, why: str) -> None:
-        """Says on any rank, in any thread, that the transfer is over because of a server; the first reason stays."""
+        """Reports, on any rank and thread, that a server ended the transfer; the first reason stays."""
         with suppress(RuntimeError):  # the job's store ends with the first rank
             self._job.compare_set(self._key, "", json.dumps([server, why]))
 
     def ended(self) -> Ended | None:
-        """Why the transfer is over before its end; None while it is not."""
+        """Returns why the transfer ended early; None if it did not."""
         if self._meeting is None or not self._job.check([self._key]):
             return None
         return Ended(*json.loads(self._job.get(self._key)))
@@ -195,7 +195,7 @@ class WeightGroup:
             raise TransferEnded(ended.why)
 
     def _end(self, group: Group, why: str) -> None:
-        """Ends the transfer for the members, and says which server has ended it, if that was one."""
+        """Ends the transfer for the members, and reports the server that ended it, if one did."""
         group.end(why)
         assert self._meeting is not None
         by, said = group.over() or (None, why)
@@ -214,7 +214,7 @@ class WeightGroup:
 
 
 def own_address(hosts: list[str]) -> str:
-    """The one address of this machine at which all `hosts` reach it: a loopback address if they are all this machine.
+    """Finds the one address of this machine that all `hosts` can reach: a loopback address if all are this machine.
 
     OSError if a host has no address.
     """
@@ -227,7 +227,7 @@ def own_address(hosts: list[str]) -> str:
 
 
 def open_store(address: str) -> Any:
-    """A key-value store that listens at `address` and nowhere else, at a port of its own."""
+    """Opens a key-value store that listens at `address` only, at a port of its own."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=128) as listening:
         port = listening.getsockname()[1]

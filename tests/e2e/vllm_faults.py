@@ -16,7 +16,7 @@ from nemo_oprd.rollout.stream_rollouts import StreamSampler
 from nemo_oprd.vllm import client_process, server
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.client_process import Task
-from nemo_oprd.vllm.weight_push import UpdateCalls
+from nemo_oprd.vllm.weight_transfer import UpdateCalls
 
 
 def another_temperature() -> None:

@@ -28,7 +28,7 @@ from nemo_oprd.vllm.server import LocalServer
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
-from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, Ask
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 4,

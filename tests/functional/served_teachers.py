@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tiny_models import edit_tensors, save_random_bridge
 
-from nemo_oprd.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
 from tests.support.served_states import project, states_of
 
 # what the verdict of a stand-in depends on

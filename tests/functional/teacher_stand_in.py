@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from door_stand_in import DoorStandIn
-from nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask, weights_digest
 from nemo_oprd_bridge import BridgeFile
 from nemo_oprd_files import FOLDER, open_bucket
+from nemo_oprd_requests import ASK, GENERATION, AnswerFolder, Ask, weights_digest
 from vllm_stand_in import HERE, Handler, Refusal, UnixServer, happens
 
 

@@ -33,17 +33,17 @@ from vllm_engine_cases import MODEL, PROMPTS, expected, flags_of, free_port, lin
 from nemo_oprd.vllm import client as client_module
 from nemo_oprd.vllm import engine as engine_module
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.controlled import Controlled
+from nemo_oprd.vllm.controller import Controlled
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.placement import Place
 from nemo_oprd.vllm.server import LocalServer, ServerRefused
-from nemo_oprd.vllm.worker import nemo_oprd_door
+from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from tests.support.align_tokenizers import write as write_tokenizer
 
 API_KEY = "an-api-key-of-vLLM-in-the-environment"
 # calls of vLLM itself, and of the door
 OTHERS = ["/v1/completions", "/server_info", "/metrics", "/v1/models", "/abort_requests", "/health/",
-          nemo_oprd_door.RENEW, nemo_oprd_door.RELEASE]  # fmt: skip
+          nemo_oprd_middleware.RENEW, nemo_oprd_middleware.RELEASE]  # fmt: skip
 
 
 def calls_of_the_engine() -> list[str]:
@@ -339,7 +339,7 @@ class TestEndpoint:
         monkeypatch.setattr(idle, "post", noting)
         idle.run(idle.post(server, "/pause", timeout=20))
         deadline = time.monotonic() + 20
-        while asked.count(nemo_oprd_door.RENEW) < 3:
+        while asked.count(nemo_oprd_middleware.RENEW) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         idle.close()

@@ -127,13 +127,13 @@ def free_port() -> int:
 def serving(root: Path, *, unix: bool) -> Iterator[dict[str, str]]:
     """A stand-in as `nemo-oprd serve` starts it: "root", "url", "token_file" of an endpoint."""
     from nemo_oprd.vllm.server import server_command, server_environment
-    from nemo_oprd.vllm.worker.nemo_oprd_door import TOKEN_FILE
+    from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE
 
     token_file, at, port = root / "token", root / "socket", free_port()
     token_file.touch(0o600)
     token_file.write_text("a-token-of-one-user_" + "0123456789" * 2 + "\n")
     listen = ["--uds", str(at)] if unix else ["--host", "127.0.0.1", "--port", str(port)]
-    command = server_command(root / "python", flags_of(root), [*listen, "--middleware", "nemo_oprd_door.Door"])
+    command = server_command(root / "python", flags_of(root), [*listen, "--middleware", "nemo_oprd_middleware.Door"])
     environment = server_environment(None) | {TOKEN_FILE: str(token_file)}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -306,14 +306,14 @@ def run(
 
 @contextmanager
 def counted_digests(found: dict[str, Any]) -> Iterator[None]:
-    from nemo_oprd.vllm import weight_push
+    from nemo_oprd.vllm import weight_transfer
 
-    class Counting(weight_push.Digest):
+    class Counting(weight_transfer.Digest):
         def add(self, bucket: Any) -> None:
             found["digested"] += 1
             super().add(bucket)
 
-    with mock.patch.object(weight_push, "Digest", Counting):
+    with mock.patch.object(weight_transfer, "Digest", Counting):
         yield
 
 

@@ -13,7 +13,7 @@ import sentencepiece
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
-from nemo_oprd.data.align import Alignment, align_batch
+from nemo_oprd.data.token_alignment import Alignment, align_batch
 from nemo_oprd.data.tokenizer import Messages, Tokenizer
 from nemo_oprd.tools.toy import pair as task
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.vllm.worker.nemo_oprd_asks import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
 
 
 @cache

@@ -1,4 +1,4 @@
-"""`from-nemo-rl`: a distillation recipe of NeMo-RL as a configuration of this project."""
+"""The command `from-nemo-rl`: translates a distillation recipe of NeMo-RL to a configuration of this project."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the configuration, which is checked before, and prints where it is, the notes, and what to run next.
+    """Checks and writes the configuration; prints its path, the notes, and the next command.
 
-    Without `--output`, the configuration is printed, with the notes as comments.
+    Without `--output`, it prints the configuration, with the notes as comments.
 
     Raises:
-        ValueError: the recipe cannot be read, is none of distillation, or has values that the configuration refuses;
-            or `--output` is the recipe or has another ending.
+        ValueError: the recipe cannot be read, is no distillation, or has values that the configuration refuses; or
+            `--output` is the recipe or has another ending.
     """
     path, target = Path(options.recipe), Path(options.output) if options.output is not None else None
     if target is not None:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     made = translate(values, name, options.models)
     if options.oprd:
         made.config["loss"] = {"representation": {"kind": "mse", "weight": 1.0}}
-        for key in ("correction", "correction_range"):  # of sampled tokens, of which no loss is left
+        for key in ("correction", "correction_range"):  # these weigh sampled tokens, for which no loss is left
             made.config.get("rollout", {}).pop(key, None)
         made.note("loss_fn: the hidden-state loss takes its place; other widths need a bridge (docs/bridge.md)")
     needed = ranks(values, made)

@@ -1,8 +1,8 @@
-"""A distillation recipe of NeMo-RL as this project's configuration, and the list of what has no counterpart.
+"""Translation of NeMo-RL's distillation recipes: this project's configuration, and a list of keys without counterpart.
 
-Tables of rows hold what is translated key by key; functions hold what depends on several keys, and what is not the same
-here and is said in a note. Everything else of the recipe is listed with a reason (`_WITHOUT_COUNTERPART`), or as
-unknown.
+Tables translate single keys; functions translate groups of dependent keys, and note every difference in meaning. Each
+other key of the recipe gets a note with the reason (`_WITHOUT_COUNTERPART`), or one that says that it is unknown.
+The models are in `models.py`, the optimizer in `optimizer.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nemo_oprd.integrations.from_nemo_rl.models import MOPD, gpus_of, is_mopd, o
 from nemo_oprd.integrations.from_nemo_rl.optimizer import translate_optimizer
 from nemo_oprd.integrations.from_nemo_rl.recipe import Recipe, Row, Translated, wrong
 
-# below `distillation` or `grpo`
+# keys below `distillation` or `grpo`
 _STEP: tuple[Row, ...] = (
     ("num_prompts_per_step", "train.prompts_per_step", Recipe.count),
     ("num_generations_per_prompt", "rollout.per_prompt", one_or_more),
@@ -33,10 +33,10 @@ _TOKENIZER: tuple[Row, ...] = (
     ("policy.tokenizer.chat_template_kwargs", "data.chat_template_args", Recipe.get),
     ("policy.tokenizer.chat_template", "data.chat_template", Recipe.text),
 )
-# groups of more keys are counted, not listed
+# groups of more keys than this are counted, not listed
 _SHOWN = 12
 _VALIDATION = ("val_at_start", "val_at_end", "val_period", "max_val_samples")
-# prefix of keys -> why they have no counterpart; the longest one counts
+# prefix of keys -> the reason why they have no counterpart; the longest prefix counts
 _WITHOUT_COUNTERPART = {
     "policy.train_micro_batch_size": "microbatches are packs of train.tokens_per_microbatch tokens",
     "policy.dynamic_batching": "microbatches are packs of train.tokens_per_microbatch tokens",
@@ -171,7 +171,7 @@ def _sampling(recipe: Recipe, made: Translated) -> None:
 
 
 def _loss(recipe: Recipe, made: Translated) -> None:
-    """NeMo-RL's KL on the teacher's most probable ids, averaged over the tokens of an update."""
+    """Translates NeMo-RL's KL on the teacher's most probable ids, averaged over the tokens of an update."""
     if recipe.algorithm == "grpo":
         _sampled_token_loss(recipe, made)
         return
@@ -216,7 +216,7 @@ def _loss(recipe: Recipe, made: Translated) -> None:
 
 
 def _loss_temperature(recipe: Recipe, made: Translated) -> None:
-    """NeMo-RL divides the logits of each model by the temperature of that model's `generation`."""
+    """Sets the loss temperatures: NeMo-RL divides each model's logits by the temperature of its `generation`."""
     student = made.get("rollout.temperature", 1.0)
     if student == 0:
         made.note(
@@ -236,7 +236,7 @@ def _loss_temperature(recipe: Recipe, made: Translated) -> None:
 
 
 def _sampled_token_loss(recipe: Recipe, made: Translated) -> None:
-    """The log ratio of the teacher's probability of a sampled token to the student's, and the weights of tokens."""
+    """Translates the loss on the log ratio of teacher to student at sampled tokens, and the weights of tokens."""
     if (name := recipe.text("grpo.adv_estimator.name", "opd")) != "opd":
         made.note(f"grpo.adv_estimator.name={name}: opd is taken, because there is no reward")
     tokens = recipe.flag("loss_fn.token_level_loss", default=True)
@@ -257,7 +257,7 @@ def _sampled_token_loss(recipe: Recipe, made: Translated) -> None:
 
 
 def _correction(recipe: Recipe, made: Translated) -> None:
-    """How the ratio of the trainer's to the engine's probability weighs a token."""
+    """Translates the weight of a token by the ratio of the trainer's to the engine's probability."""
     key = "loss_fn.truncated_importance_sampling"
     used, lag = recipe.flag("loss_fn.use_importance_sampling_correction"), made.get("rollout.max_lag", 0)
     if made.get("rollout.engine") != "vllm":
@@ -314,7 +314,7 @@ def _data(recipe: Recipe, made: Translated) -> None:
 
 
 def _template(recipe: Recipe, made: Translated) -> None:
-    """A template that is the model's own, and the variables with which NeMo Gym's servers write prompts."""
+    """Translates the template of a model, and the variables with which NeMo Gym's servers write prompts."""
     template, model = made.get("data.chat_template"), recipe.peek("policy.model_name")
     if template is not None and model is not None and template.startswith(f"{model}/"):
         made.set("data.chat_template", f"{made.get('student.hf_path')}{template.removeprefix(model)}")
@@ -339,7 +339,7 @@ def _template(recipe: Recipe, made: Translated) -> None:
 
 
 def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
-    """Validation of a set; here the first and the last step are always evaluated, or none is."""
+    """Translates the validation of a set; here the first and the last step are always evaluated, or none is."""
     repeat, limit = recipe.count(f"{prefix}.repeat"), recipe.count(f"{recipe.algorithm}.max_val_samples")
     made.set("evaluation.samples", repeat)
     made.set("evaluation.limit", limit)
@@ -386,7 +386,7 @@ def _services(recipe: Recipe, made: Translated) -> None:
 
 
 def _kept_checkpoints(recipe: Recipe, made: Translated) -> None:
-    """NeMo-RL keeps the best checkpoints by a metric, or all; here the newest are kept, and one best."""
+    """Translates the kept checkpoints: NeMo-RL's best by a metric, or all; here the newest, and one best."""
     kept = recipe.count("checkpointing.keep_top_k")
     made.set("train.keep_checkpoints", kept or 0)  # 0 keeps all
     metric = recipe.text("checkpointing.metric_name")
@@ -403,7 +403,7 @@ def _kept_checkpoints(recipe: Recipe, made: Translated) -> None:
 
 
 def _left_over(recipe: Recipe, made: Translated) -> None:
-    """One note per group of keys that nothing was made of, and then per unknown key."""
+    """Notes each group of keys without translation, and then each unknown key."""
     reasons = _WITHOUT_COUNTERPART | (_OF_MOPD if recipe.algorithm == "grpo" else {})
     groups: dict[str, list[str]] = {}
     unknown: list[str] = []

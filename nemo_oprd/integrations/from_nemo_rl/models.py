@@ -1,4 +1,4 @@
-"""The models of a recipe of NeMo-RL, their layouts, and which teacher has which responses."""
+"""Translation of a NeMo-RL recipe's models: student, teachers, their layouts, and each teacher's responses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def one_or_more(recipe: Recipe, key: str) -> int:
 
 
 def _size(recipe: Recipe, key: str) -> int | None:
-    """A parallel size; None for 1, the default here."""
+    """Reads a parallel size; None for 1, the default here."""
     return size if (size := one_or_more(recipe, key)) > 1 else None
 
 
-# below a model's megatron_cfg or dtensor_cfg -> below `student` or `teacher`
+# keys below a model's megatron_cfg or dtensor_cfg -> below `student` or `teacher`
 _LAYOUT: tuple[Row, ...] = (
     ("context_parallel_size", "parallel.context", _size),
     ("pipeline_model_parallel_size", "parallel.pipeline", _size),
@@ -70,7 +70,7 @@ def translate_models(recipe: Recipe, made: Translated, models: str) -> None:
 
 
 def _directory(made: Translated, models: str, key: str, model: str, name: str | None = None) -> str:
-    """The directory of a model, by the last part of its name, or by `name`."""
+    """Returns the directory of a model, by the last part of its name, or by `name`."""
     directory = f"{models}/{name or model.rstrip('/').rpartition('/')[2]}"
     made.note(f"{key}={model}: put this model into {directory}")
     return directory
@@ -84,7 +84,7 @@ def _model_name(recipe: Recipe, prefix: str) -> str:
 
 
 def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
-    """Parallel sizes and recomputation, of the backend that is enabled."""
+    """Translates parallel sizes and recomputation, of the enabled backend."""
     megatron = recipe.flag(f"{prefix}.megatron_cfg.enabled")
     used, *unused = (
         ("megatron_cfg", "dtensor_cfg", "optimizer", "scheduler") if megatron else ("dtensor_cfg", "megatron_cfg")
@@ -102,7 +102,7 @@ def _layout(recipe: Recipe, made: Translated, role: str, prefix: str) -> None:
 
 
 def _dispatcher(recipe: Recipe, made: Translated, role: str, group: str) -> None:
-    """What sends tokens to the experts; Megatron's `flex` leaves that to a backend."""
+    """Translates the dispatcher of tokens to experts; Megatron's `flex` leaves the choice to a backend."""
     dispatcher = recipe.text(f"{group}.moe_token_dispatcher_type", "alltoall")
     if dispatcher == "flex":
         backend = recipe.text(f"{group}.moe_flex_dispatcher_backend", "not given")
@@ -123,7 +123,7 @@ def _dispatcher(recipe: Recipe, made: Translated, role: str, group: str) -> None
 
 
 def is_mopd(recipe: Recipe) -> bool:
-    """Whether the teachers are those of agents of NeMo Gym, and the trainer is NeMo-RL's GRPO."""
+    """Whether the teachers belong to agents of NeMo Gym, and the trainer is NeMo-RL's GRPO."""
     return recipe.flag(f"{MOPD}.enabled")
 
 
@@ -174,7 +174,7 @@ def _teachers_by_agent(recipe: Recipe, made: Translated, models: str) -> None:
 
 
 def _teacher_ranks(recipe: Recipe, made: Translated) -> None:
-    """The layout of all teachers, and their GPUs, where these are not the student's."""
+    """Translates the layout of all teachers, and their GPUs if these are not the student's."""
     group = f"{MOPD}.non_colocated_teachers"
     if not recipe.flag(f"{group}.enabled"):
         return
@@ -197,15 +197,15 @@ def _teacher_ranks(recipe: Recipe, made: Translated) -> None:
 
 
 def gpus_of(recipe: Recipe, group: str) -> int:
-    """The GPUs of a group of nodes."""
+    """Returns the number of GPUs of a group of nodes."""
     return one_or_more(recipe, f"{group}.gpus_per_node") * one_or_more(recipe, f"{group}.num_nodes")
 
 
 def ranks(values: dict[str, Any], made: Translated | None = None) -> int:
-    """The ranks of a run: the GPUs of the recipe's cluster, without those that no role of `made` can take.
+    """Returns the ranks of a run: the GPUs of the recipe's cluster, without those that no role of `made` can use.
 
     Raises:
-        ValueError: numbers that are none.
+        ValueError: a value is no number.
     """
     total = gpus_of(Recipe(values), "cluster")
     if made is None or made.get("teacher.placement") != "dedicated":

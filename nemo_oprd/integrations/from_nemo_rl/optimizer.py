@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of the learning rate of a recipe of NeMo-RL, in this project's keys."""
+"""Translation of a NeMo-RL recipe's optimizer and learning-rate schedule to this project's keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nemo_oprd.integrations.from_nemo_rl.recipe import Reader, Recipe, Row, Tran
 
 
 def _if_there(read: Callable[..., Any], default: Any) -> Reader:
-    """Reads a key that is there, with `default` for null; None, which leaves our default, for one that is not."""
+    """Makes a reader: `default` for a null key, and None, which leaves our default, for a missing one."""
     return lambda recipe, key: read(recipe, key, default=default) if recipe.names(key) else None
 
 
 def _adam_betas(recipe: Recipe, key: str) -> list[float] | None:
-    """Megatron's two keys; the default here stands for one that is missing."""
+    """Reads Megatron's two keys; the default here replaces a missing one."""
     betas = [recipe.number(f"{key}{number}") for number in (1, 2)]
     given = [default if beta is None else beta for beta, default in zip(betas, TrainConfig().betas, strict=True)]
     return None if betas == [None, None] else given
@@ -75,7 +75,7 @@ def translate_optimizer(recipe: Recipe, made: Translated) -> None:
 
 
 def _megatron_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
-    """(Name of the schedule, steps of warm-up); notes a gradient clipping that Megatron does not read."""
+    """Returns (name of the schedule, steps of warm-up); notes a gradient clipping that Megatron does not read."""
     taken, unused = made.get("train.clip_grad", TrainConfig().clip_grad), recipe.not_negative("policy.max_grad_norm")
     if unused is not None and unused != taken:
         made.note(
@@ -86,7 +86,7 @@ def _megatron_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
 
 
 def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
-    """(Name of the schedule, steps of warm-up) of one of torch's schedulers, or of a list of them in a row."""
+    """Returns (name of the schedule, steps of warm-up) of one of torch's schedulers, or of a list of them in a row."""
     given = recipe.peek("policy.scheduler")
     keys = ["policy.scheduler"] if isinstance(given, dict) else []
     if isinstance(given, list):
@@ -106,13 +106,13 @@ def _torch_schedule(recipe: Recipe, made: Translated) -> tuple[str, int]:
                 made.note(f"{key}=ConstantLR with factor={factor:.6g}: not taken, the learning rate stays train.lr")
         elif name:
             style = name
-        if recipe.peek(f"{key}.milestones") == [warmup]:  # others are left over
+        if recipe.peek(f"{key}.milestones") == [warmup]:  # other milestones stay unread and get a note
             recipe.get(f"{key}.milestones")
     return style, warmup
 
 
 def _linear(recipe: Recipe, made: Translated, key: str, *, first: bool) -> int:
-    """The steps of a linear warm-up, with torch's own values by default; 0 for a LinearLR that is none."""
+    """Returns the steps of a linear warm-up, with torch's defaults; 0 for a LinearLR that is no warm-up."""
     kwargs = f"{key}.kwargs"
     start, end = recipe.number(f"{kwargs}.start_factor", 1 / 3), recipe.number(f"{kwargs}.end_factor", 1.0)
     steps = recipe.not_negative(f"{kwargs}.total_iters", 5, whole=True)

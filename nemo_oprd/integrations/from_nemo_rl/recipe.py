@@ -1,8 +1,8 @@
-"""Reads a recipe of NeMo-RL, as its own loader does, and hands out its values.
+"""Reader of a NeMo-RL recipe: loads it as NeMo-RL does, returns its values, and records which keys were read.
 
 A recipe is a YAML file with `defaults`, one file or a list of files relative to it, over which it is merged in order. A
 group with `_override_: true` replaces the group below it. Values may refer to others (`${policy.model_name}`) and
-compute (`${mul:2, 3}`). What was not asked for is left over: `Recipe.unread` names it.
+compute (`${mul:2, 3}`). `Recipe.unread` lists keys that no caller has read.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def load_recipe(path: str | Path) -> dict[str, Any]:
-    """The recipe with all files it inherits from, every reference resolved.
+    """Loads the recipe with all files it inherits from, every reference resolved.
 
     Raises:
-        ValueError: a file is missing or no mapping, files inherit from each other in a circle, or a reference leads
-            nowhere.
+        ValueError: a file is missing or no mapping, files inherit from each other in a circle, or a reference has no
+            target.
     """
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
@@ -84,7 +84,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def wrong(key: str, value: Any, expected: str) -> ValueError:
-    """The error for a value of the wrong type or out of range."""
+    """Makes the error for a value of the wrong type or out of range."""
     shown = repr(value)
     shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
     return ValueError(f"{key}={shown}: expected {expected}: correct the recipe")
@@ -92,7 +92,7 @@ def wrong(key: str, value: Any, expected: str) -> ValueError:
 
 @dataclass
 class Translated:
-    """The configuration as nested keys, and the notes on what is not the same."""
+    """Result of a translation: the configuration as nested keys, and notes on the differences."""
 
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -108,19 +108,19 @@ class Translated:
         place[last] = value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What was set, or `default`."""
+        """Returns the value that was set, or `default`."""
         place: Any = self.config
         for name in key.split("."):
             place = place.get(name) if isinstance(place, dict) else None
         return default if place is None else place
 
     def take(self, recipe: Recipe, rows: Iterable[Row], theirs: str = "", ours: str = "") -> None:
-        """Sets what a table names, in its order; the texts stand before all keys of the recipe, and before all here."""
+        """Sets the keys of a table, in order; `theirs` and `ours` are prefixes of the recipe's keys and of ours."""
         for key, here, read in rows:
             self.set(ours + here, read(recipe, theirs + key))
 
     def choose(self, recipe: Recipe, theirs: str, ours: str, values: dict[str, str]) -> str:
-        """Sets and returns the counterpart of a text: the first one, with a note, for a text that has none."""
+        """Sets and returns the counterpart of a text; for a text without one, sets the first and adds a note."""
         default, fallback = next(iter(values.items()))
         given = recipe.text(theirs, default)
         self.set(ours, values.get(given, fallback))
@@ -147,13 +147,13 @@ class Recipe:
         self.algorithm = "distillation"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default` where there is none or null. Marks the key, and all below it, as read."""
+        """Returns the value, or `default` if it is missing or null. Marks the key, and all below it, as read."""
         self._read.add(key)
         value = self.peek(key)
         return default if value is None else value
 
     def number(self, key: str, default: Any = None, *, whole: bool = False, low: float | None = None) -> Any:
-        """As `get`, for a number: an int if `whole`, and not below `low`. A number in quotes is a text."""
+        """Reads a number as `get`: an int if `whole`, and not below `low`. A number in quotes is a text."""
         value = self.get(key, default)
         if not self.has(key):
             return value
@@ -167,21 +167,21 @@ class Recipe:
     not_negative = partialmethod(number, low=0)
 
     def text(self, key: str, default: str | None = None) -> Any:
-        """As `get`, for a text that is not empty."""
+        """Reads a text that is not empty as `get`."""
         value = self.get(key, default)
         if self.has(key) and not (isinstance(value, str) and value.strip()):
             raise wrong(key, value, "a text")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """As `get`, for true or false."""
+        """Reads true or false as `get`."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise wrong(key, value, "true or false, without quotes")
         return value
 
     def peek(self, key: str) -> Any:
-        """The value, or None; the key stays unread."""
+        """Returns the value, or None; the key stays unread."""
         value: Any = self._values
         for part in key.split("."):
             if isinstance(value, list):
@@ -201,7 +201,7 @@ class Recipe:
         return isinstance(place, dict) and last in place
 
     def unread(self) -> dict[str, Any]:
-        """The keys that nobody has asked for, without null, false and empty ones and groups with `enabled: false`."""
+        """Returns keys that no caller has read, without null, false and empty ones and groups with `enabled: false`."""
 
         def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             if key in self._read or value is None or value is False or value in ([], {}, ""):

@@ -133,10 +133,10 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
 
     from nemo_oprd.megatron.parallel import device
     from nemo_oprd.megatron.weights.hf import hf_names
-    from nemo_oprd.vllm import transport, weight_push
-    from nemo_oprd.vllm.controlled import Controlled
+    from nemo_oprd.vllm import transport, weight_transfer
+    from nemo_oprd.vllm.controller import Controlled
     from nemo_oprd.vllm.placement import place_servers
-    from nemo_oprd.vllm.weight_push import UpdateCalls
+    from nemo_oprd.vllm.weight_transfer import UpdateCalls
 
     settings, layout, ranks = run.config.rollout.vllm, run.student_layout, range(dist.get_world_size())
     students = range(layout.first_rank, layout.first_rank + layout.size)
@@ -181,12 +181,12 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     try:
         with (
             recorder.invented_host_memory(),
-            replaced(weight_push, "WeightGroup", Group),
+            replaced(weight_transfer, "WeightGroup", Group),
             replaced(transport, "memory_handle", handle),
             replaced(transport, "shareable_room", transport.room),  # a setting of the CUDA allocator
             replaced(FakeTensor, "numpy", Unwritten),
         ):
-            push = weight_push.WeightPush(places, mine, calls, names, device(), students, settings.memory_share)
+            push = weight_transfer.WeightPush(places, mine, calls, names, device(), students, settings.memory_share)
             push.push(student.hf_weights, 1)
     finally:
         if mine.folder is not None:

@@ -1,4 +1,4 @@
-"""The bytes of some weight tensors in a row, a digest that both sides of a transfer compute from them, and the group.
+"""Buckets of weight tensors, the digest that both sides of a transfer compute, and their broadcast in a process group.
 
 The trainer and vLLM's workers both import this module, so it needs torch alone.
 """
@@ -15,7 +15,7 @@ import torch
 
 # every tensor starts at a multiple of this many bytes, so that its part of the bucket is aligned for any dtype
 ALIGNMENT = 64
-# words per step of a digest: on a CPU what a step makes fits into the cache, elsewhere few kernels are started
+# words per step of a digest: on a CPU a step's temporaries fit into the cache, elsewhere few kernels are started
 _DIGEST_WORDS, _DIGEST_WORDS_CPU = 1 << 20, 1 << 16
 
 
@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """Some tensors one after the other in `data`, uint8 [bytes]; the padding between them is zero."""
+    """Weight tensors in a row in `data`, uint8 [bytes]; the padding between them is zero."""
 
     entries: list[Entry]
     data: torch.Tensor
@@ -52,7 +52,7 @@ class Bucket:
         return self.entries[-1].start + self.entries[-1].padded if self.entries else 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a tensor behind the last one, and clears its padding; `data` must have room for it."""
+        """Copies a tensor behind the last one, and zeroes its padding; `data` must have room for it."""
         entry = Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.used)
         part = self.data[entry.start : entry.start + entry.size]
         part.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
@@ -60,27 +60,27 @@ class Bucket:
         self.entries.append(entry)
 
     def trimmed(self) -> Bucket:
-        """Without the room that is left."""
+        """Returns the bucket without its unused room."""
         return Bucket(self.entries, self.data[: self.used])
 
     def describe(self) -> list[dict[str, Any]]:
-        """The entries as JSON."""
+        """Returns the entries as JSON types."""
         return [asdict(entry) for entry in self.entries]
 
     @staticmethod
     def of(entries: list[dict[str, Any]], data: torch.Tensor) -> Bucket:
-        """The bucket of described entries."""
+        """Rebuilds the bucket of described entries."""
         return Bucket([Entry(**entry) for entry in entries], data)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, view of the bucket's bytes)."""
+        """Yields (HF name, view of the bucket's bytes)."""
         for entry in self.entries:
             part = self.data[entry.start : entry.start + entry.size]
             yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def padded_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor takes in a bucket."""
+    """Returns the bytes that a tensor takes in a bucket."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
@@ -88,32 +88,32 @@ class Digest:
     """A digest of tensors that is independent of their order and of the buckets they travel in.
 
     Of each tensor it holds name, dtype, shape and two sums modulo 2^64 over its 32-bit words w_i, zero-padded: sum w_i
-    and sum (i + 1) w_i, which sees words that are exchanged. The sums are exact on any device.
+    and sum (i + 1) w_i, which detects swapped words. The sums are exact on any device.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, tuple] = {}
 
     def add(self, bucket: Bucket) -> None:
-        """Adds the tensors of a bucket; ValueError if one was added before."""
+        """Adds the tensors of a bucket; ValueError if one of them was added before."""
         sums = []
         for entry in bucket.entries:
             if entry.name in self.tensors:
                 raise ValueError(f"the tensor {entry.name} came twice")
             self.tensors[entry.name] = ()
             sums.append(_sums(bucket.data[entry.start : entry.start + entry.padded].view(torch.int32)))
-        # read at once: a GPU is waited for once per bucket
+        # one read of all sums: the host waits for a GPU once per bucket
         for entry, both in zip(bucket.entries, torch.stack(sums).tolist() if sums else [], strict=True):
             self.tensors[entry.name] = (entry.dtype, tuple(entry.shape), *both)
 
     def value(self) -> str:
-        """32 hexadecimal digits."""
+        """Returns the digest as 32 hexadecimal digits."""
         text = repr(sorted(self.tensors.items()))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _sums(words: torch.Tensor) -> torch.Tensor:
-    """Both sums of `Digest`, int64 [2] on the device of the words."""
+    """Computes both sums of `Digest`, int64 [2] on the device of the words."""
     plain = torch.zeros((), dtype=torch.int64, device=words.device)
     weighted = torch.zeros_like(plain)
     step = _DIGEST_WORDS_CPU if words.device.type == "cpu" else _DIGEST_WORDS
@@ -137,7 +137,7 @@ def send(group: Any, bucket: Bucket | None) -> None:
 
 
 def receive_all(group: Any, load: Callable[[Bucket], None]) -> None:
-    """Loads every bucket that the first member sends, up to its end. What goes wrong ends the transfer for all."""
+    """Receives every bucket of the first member and calls `load`, up to the end. An error ends the transfer for all."""
     loading = False
     try:
         while (bucket := _receive(group)) is not None:

@@ -1,8 +1,8 @@
-"""Which files a server opens for a trainer: those in a folder of the run, and nothing else of this machine.
+"""The files that a server opens for a trainer: those in a folder of the run, and no others on this machine.
 
-The folder is the one that the run has named when it started the server (FOLDER in the environment). A server of
-`nemo-oprd serve` serves one run after the other and knows none: there it is any folder of this user directly in shared
-memory whose name is that of a run's folder. Needs the standard library alone.
+The run names the folder when it starts the server (FOLDER in the environment). A server of `nemo-oprd serve` serves one
+run after the other and has no such variable: it accepts any folder of this user directly in shared memory with the name
+of a run's folder. The module needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import os
 import re
 import stat
 
-# environment of a server: the folder of the run that has started it
+# variable in a server's environment: the folder of the run that has started it
 FOLDER = "NEMO_OPRD_FOLDER"
 _FOLDER_OF_A_RUN = re.compile(r"/dev/shm/nemo_oprd_[\w.-]+")
 
 
 def open_bucket(path: str, size: int) -> int:
-    """The descriptor of a file of `size` bytes or more in the run's folder, for reading.
+    """Opens a file of `size` bytes or more in the run's folder for reading; returns the descriptor.
 
     Raises:
-        ValueError: it is elsewhere, a link, no plain file, too short, or another user can change it.
+        ValueError: the file is elsewhere, a link, no plain file, too short, or another user can change it.
     """
     folder, _, name = path.rpartition("/")
     own = os.environ.get(FOLDER)

@@ -1,9 +1,9 @@
 """One member of the process group over which weights are broadcast: the trainer's first rank, or a worker of a server.
 
-A collective waits for all members, and over NCCL nothing tells a member that another one is gone. So no member waits in
-a collective alone: it also looks at a key of the group's store, under which whoever ends the transfer says why, and
-gives up after a deadline. The trainer and vLLM's workers both import this module, so it needs torch alone. Over NCCL it
-was not yet run.
+A collective waits for all members, and NCCL does not tell a member that another one is gone. So no member waits in a
+collective alone: it also reads a key of the group's store, under which the member that ends the transfer writes the
+reason, and gives up after a deadline. The trainer and vLLM's workers both import this module, so it needs torch alone.
+Over NCCL it was not yet run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# seconds between two looks at the store while a member waits
+# seconds between two reads of the store while a member waits
 LOOK_EVERY_S = 0.2
 # NCCL's watchdog ends the whole process; it must come after the deadline here
 _WATCHDOG = datetime.timedelta(minutes=30)
-# gloo's own limit must come after the deadline here, too, which names what took too long
+# gloo's own limit must come after the deadline here, too, whose error names the slow operation
 _GLOO = datetime.timedelta(seconds=30)
 
 
 class TransferEnded(RuntimeError):  # noqa: N818 - may be the normal end of a member that waits for another one
-    """The transfer is over for all members before its end."""
+    """Raised if the transfer ended early for all members."""
 
 
 class Group:
@@ -39,8 +39,8 @@ class Group:
         store: a key-value store that all members reach; keys begin with `prefix`, which no other group has.
         backend: gloo, or nccl, whose members are on `device`.
         timeout_s: a member gives up if joining or one broadcast takes longer.
-        ended_elsewhere: called now and then while this member waits; raises TransferEnded if the transfer is over for
-            a reason that is not in the store.
+        ended_elsewhere: called repeatedly while this member waits; raises TransferEnded if the transfer is over for a
+            reason that is not in the store.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Group:
         self._work: Any = None
 
     def open(self) -> Group:
-        """Connects to the other members once all of them are there; returns itself.
+        """Connects to the other members once all of them are present; returns itself.
 
-        RuntimeError if that fails, which ends it for all members.
+        RuntimeError if that fails, which ends the transfer for all members.
         """
         try:
             self._open()
@@ -77,7 +77,7 @@ class Group:
     def _open(self) -> None:
         self._store.add("here", 1)
         self._wait(lambda: self._store.add("here", 0) >= self._size, "joining")
-        # connections of their own: while one waits, other users of it get no answer
+        # connections of their own: while one waits, it serves no other call
         store, timeout = self._store.clone(), datetime.timedelta(seconds=self._timeout_s)
         if self._backend == "gloo":
             options = gloo_options(self._host, timeout + _GLOO)
@@ -89,17 +89,17 @@ class Group:
         self._group.eager_connect_single_device(self.device)  # otherwise the first broadcast would do it
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first member's `tensor`, in place on all members. RuntimeError if a member is gone or has ended it."""
+        """Broadcasts the first member's `tensor`, in place. RuntimeError if a member is gone or ended the transfer."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._work = self._group.broadcast([tensor], options)
         self._wait(self._work.is_completed, "a broadcast")
-        self._work.wait()  # raises what went wrong
+        self._work.wait()  # raises the error of the collective
         self._work = None
         return tensor
 
     def end(self, why: str, *, own: bool = False) -> None:
-        """Ends the transfer for all members, and leaves. The first one who says why is heard.
+        """Ends the transfer for all members, and leaves. The first reason counts.
 
         `own`: the reason is this member's, and not that the group or another member failed.
         """
@@ -110,7 +110,7 @@ class Group:
             threading.Thread(target=_drop, args=(group, work), name="weight-group-end", daemon=True).start()
 
     def over(self) -> tuple[int | None, str] | None:
-        """(Rank of the member for whose own reason the transfer is over, or None; why); None if it is not over."""
+        """Returns (rank of the member that ended the transfer for its own reason, or None; the reason), or None."""
         if not self._store.check(["over"]):
             return None
         rank, why = json.loads(self._store.get("over"))
@@ -135,7 +135,7 @@ class Group:
 
 
 def _drop(group: Any, work: Any) -> None:
-    """Gives a group up whose last collective may not have ended: over gloo it can't be interrupted, only waited for."""
+    """Drops a group whose last collective may not have ended: over gloo it can't be interrupted, only waited for."""
     with suppress(RuntimeError):
         group.abort()
         if work is not None:
@@ -143,7 +143,7 @@ def _drop(group: Any, work: Any) -> None:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine from which `host` is reached; nothing is sent. OSError if there is no such host."""
+    """Finds the address of this machine from which `host` is reached; sends nothing. OSError if no such host exists."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
@@ -151,7 +151,7 @@ def address_towards(host: str) -> str:
 
 
 def gloo_options(host: str, timeout: datetime.timedelta) -> Any:
-    """Of a gloo group whose store is at `host`: this member listens at the one address from which it reaches that."""
+    """Makes the options of a gloo group with its store at `host`: listen at the one address that reaches the store."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
     options._timeout = timeout

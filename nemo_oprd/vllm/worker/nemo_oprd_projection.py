@@ -14,18 +14,18 @@ class Projection:
     """The maps of a bridge on the worker's device.
 
     Attributes:
-        layers: of each map, the layer whose states it projects.
+        layers: for each map, the layer whose states it projects.
     """
 
     def __init__(self, file: BridgeFile, device: torch.device) -> None:
-        """Reads them; ValueError if they are not those that `file` describes."""
+        """Reads the maps; ValueError if they are not those that `file` describes."""
         raw = file.read(open_bucket(file.path, file.size))
         values = torch.frombuffer(raw, dtype=torch.float32).view(len(file.layers), 1 + file.rank, file.width).to(device)
         self.digest, self.layers, self.rank = file.digest, file.layers, file.rank
         self._means, self._bases = values[:, :1], values[:, 1:]
 
     def project(self, states: list[torch.Tensor]) -> torch.Tensor:
-        """Float32 [maps, n, R] of the states [n, D] of each map's layer."""
+        """Projects the states [n, D] of each map's layer; returns float32 [maps, n, R]."""
         found = torch.empty(len(states), len(states[0]), self.rank)
         for at, rows in enumerate(states):
             for start in range(0, len(rows), PROJECTED_ROWS):

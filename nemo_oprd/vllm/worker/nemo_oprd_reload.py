@@ -1,7 +1,7 @@
-"""Reloading all weights of a model in vLLM's worker, and what vLLM's own reload of layers leaves as it was.
+"""Reload of all weights of a model in vLLM's worker, including the parts that vLLM's own reload of layers leaves stale.
 
-vLLM rebuilds a layer once its tensors have come through the `weight_loader` of its parameters. Three things escape
-that: packed copies of tied heads and of experts on a CPU, and parameters into which a model copies tensors itself, as
+vLLM rebuilds a layer once its tensors have arrived through the `weight_loader` of its parameters. It misses three
+things: packed copies of tied heads and of experts on a CPU, and parameters into which a model copies tensors itself, as
 gpt-oss does with its experts and the learned terms of its softmax. While such a parameter is reloaded it is on the meta
 device, so the copy is lost without an error, and the layer keeps its old weights.
 
@@ -22,18 +22,18 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     make_online_process_loader,
 )
 
-# parameters that a model's `load_weights` copies into, by the end of their names; those of `_DATA` by way of `.data`
+# parameters that a model's `load_weights` copies into, by the end of their names; it copies those of `_DATA` by `.data`
 _COPIED = ("experts.w13_weight", "experts.w2_weight", "experts.w13_bias", "experts.w2_bias")
 _DATA = (".sinks",)
 _COPYING_MODELS = ("GptOssForCausalLM",)
 
 
 def begin_reload(model: torch.nn.Module) -> None:
-    """Prepares the reload: a layer is rebuilt once all of its tensors have come."""
+    """Prepares the reload, in which vLLM rebuilds a layer once all of its tensors have arrived."""
     initialize_layerwise_reload(model)
     config: Any = model.config
     if getattr(config, "quantization_config", "none") is None:
-        del config.quantization_config  # what an override leaves, and gpt-oss takes for a quantised model
+        del config.quantization_config  # an override leaves it, and gpt-oss takes it for a quantised model
     if type(model).__name__ not in _COPYING_MODELS:
         return
     for module_name, module in model.named_modules():
@@ -43,7 +43,7 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 
 def _count_copies(module: torch.nn.Module, name: str, parameter: Any) -> None:
-    """Lets `parameter.copy_` do what its `weight_loader` does, which then only copies."""
+    """Makes `parameter.copy_` call its `weight_loader`, which then only copies."""
     parameter.weight_loader = _copy
     loader = make_online_process_loader(module, name)
     parameter.weight_loader = loader
@@ -56,7 +56,7 @@ def _copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
 
 
 def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Loads some tensors; all of a model's have to come between `begin_reload` and `finish_reload`."""
+    """Loads some tensors; all of a model's must come between `begin_reload` and `finish_reload`."""
     if type(model).__name__ in _COPYING_MODELS:
         tensors = _without_copies_of_data(model, tensors)
     model.load_weights(tensors)
@@ -65,7 +65,7 @@ def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 def _without_copies_of_data(
     model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Loads those that the model would copy by way of `.data`: this rank's part of the first dimension."""
+    """Loads tensors that the model would copy by `.data`, this rank's part of the first dimension; yields others."""
     parameters: dict[str, Any] = dict(model.named_parameters())
     mapper: Any = model.hf_to_vllm_mapper
     for name, tensor in tensors:
@@ -79,7 +79,7 @@ def _without_copies_of_data(
 
 
 def not_loaded(model: torch.nn.Module) -> list[str]:
-    """The modules that got none of their weights since `begin_reload`, and would keep the old ones without an error.
+    """Lists the modules that got no tensor since `begin_reload`, and would silently keep the old weights.
 
     Tied weights belong to several modules and come once; attention's own parameters, scales of its cache, never come.
     """
@@ -90,7 +90,7 @@ def not_loaded(model: torch.nn.Module) -> list[str]:
         if not info.can_load() or info.kernel_tensors is None:
             continue
         kept = {_storage(parameter) for parameter in info.kernel_tensors[0].values()}
-        # tensors of it have come: all of a padded vocabulary never do, and a worker may have its padding only
+        # some of its tensors have come: a padded vocabulary never gets all, and a worker may have its padding only
         if info.loaded_weights:
             fresh |= kept
         elif not is_deferred_attention_layer(module):
@@ -103,12 +103,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def give_up_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Ends a reload whose tensors have not all come; the model is of no use before another one."""
+    """Ends a reload that lacks tensors; the model is unusable before another one."""
     finalize_layerwise_reload(model, model_config)
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Rebuilds what waited, and the packed copies."""
+    """Rebuilds the layers that waited, and the packed copies."""
     finalize_layerwise_reload(model, model_config)
     _pack_tied_heads(model)
     _pack_experts(model)

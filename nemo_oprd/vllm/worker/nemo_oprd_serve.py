@@ -3,9 +3,9 @@
 `python nemo_oprd_serve.py ARGUMENTS` is `python -m vllm.entrypoints.openai.api_server ARGUMENTS`. Every process of the
 server runs the lines below: those that multiprocessing spawns import this file as their main module, and those that it
 forks inherit the hook. A thread then ends the process group once the guard (`guard.py`), whose process id is in
-NEMO_OPRD_GUARD, is gone: a guard that was killed could not do it. Before that it removes their shared memory: what has
-names that begin with NEMO_OPRD_SHARED_NAMES, and what a process of the group has mapped, because vLLM's own code gives
-other names, such as those of the shared memory of tensor-parallel workers on CPUs.
+NEMO_OPRD_GUARD, is gone: a killed guard cannot do it. Before that it removes their shared memory: files whose names
+begin with NEMO_OPRD_SHARED_NAMES, and files that a process of the group has mapped, because vLLM's own code uses other
+names, such as those of the shared memory of tensor-parallel workers on CPUs.
 """
 
 import os
@@ -18,9 +18,9 @@ from pathlib import Path
 
 
 def _name_shared_memory(names: str) -> None:
-    """Lets the names of Python's semaphores and shared memory begin with `names`.
+    """Makes the names of Python's semaphores and shared memory begin with `names`.
 
-    These are private settings of Python's modules. Without them, guard.py finds only what it has seen mapped.
+    These are private settings of Python's modules. Without them, guard.py finds only the files that it has seen mapped.
     """
     process.current_process()._config["semprefix"] = f"/{names}"  # type: ignore[attr-defined]
     shared_memory._SHM_NAME_PREFIX = f"/{names}"  # type: ignore[attr-defined]
@@ -28,9 +28,9 @@ def _name_shared_memory(names: str) -> None:
 
 
 def _mapped_by_group() -> set[Path]:
-    """The files directly in shared memory that processes of this group have mapped.
+    """Lists the files directly in shared memory that processes of this group have mapped.
 
-    Files in folders there belong to the process that wanted the server, and stay.
+    Files in folders there belong to the process that uses the server, and stay.
     """
     found = set()
     for entry in Path("/proc").iterdir():

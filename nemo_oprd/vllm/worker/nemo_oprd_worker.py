@@ -1,7 +1,7 @@
-"""What vLLM's workers run for nemo_oprd: receiving weights, saying what was received, and masking unknown ids.
+"""The rollout's part of vLLM's workers: receives weights, reports the received tensors, and masks unknown ids.
 
-This module is imported in vLLM's environment, where its folder is on PYTHONPATH; nothing of nemo_oprd's own environment
-is needed. vLLM finds it by `--worker-extension-cls`, `--logits-processors` and the name of the weight-transfer backend.
+vLLM imports this module in its own environment, where its folder is on PYTHONPATH; it needs no package of nemo_oprd's.
+vLLM finds it by `--worker-extension-cls`, `--logits-processors` and the name of the weight-transfer backend.
 
 Weights arrive in buckets (`nemo_oprd_buckets.py`) by one of three transports: `file`, a file in shared memory; `group`,
 broadcasts in a process group with the trainer's first rank; `ipc`, memory of the trainer's process on the same GPU.
@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 BACKEND = "nemo_oprd"
-# of `additional_config`: ids from this one on are not sampled, nor those in these runs (first id, end)
+# keys of `additional_config`: ids from this one on are not sampled, nor those in these runs (first id, end)
 KNOWN_IDS, GAPS = "nemo_oprd_known_ids", "nemo_oprd_gaps"
 
 
@@ -63,7 +63,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads buckets into the model and keeps the digest of what came since `start_weight_update`."""
+    """Loads buckets into the model and keeps the digest of the tensors since `start_weight_update`."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -93,11 +93,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @contextmanager
     def _one_answer(self) -> Iterator[None]:
-        """What goes wrong in here is raised by the last worker only.
+        """Lets only the last worker raise an error of this context.
 
-        vLLM reads the workers' answers up to the first failure, and would take what is left of them for the answers to
-        the next call. All workers fail together: they get the same files, and who leaves a group ends it for all. What
-        one worker alone failed to load is missing in its digest.
+        vLLM reads the workers' answers up to the first failure, and would take the remaining ones for answers to the
+        next call. All workers fail together: they get the same files, and a member that leaves a group ends it for all.
+        A tensor that one worker alone failed to load is missing in its digest.
         """
         try:
             yield
@@ -106,7 +106,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise
 
     def start_weight_update(self) -> None:
-        """Prepares vLLM's layerwise reload: a layer is rebuilt once all of its tensors have come."""
+        """Prepares vLLM's layerwise reload, which rebuilds a layer once all of its tensors have arrived."""
         self.give_up()
         self.unfinished = True
         begin_reload(self.model)
@@ -115,15 +115,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def give_up(self) -> None:
         """Ends an update that has begun and was never finished.
 
-        Until then layers without its tensors have none, and a request would end the engine; layers that have some of
-        them would count them to the next update.
+        Until then, layers that lack all tensors of the update have no weights, and a request would end the engine;
+        layers that have some of them would count them to the next update.
         """
         if self.unfinished:
             give_up_reload(self.model, self.model_config)
             self.unfinished = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One bucket, or all buckets of the group."""
+        """Loads one bucket, or all buckets of the group."""
         info = self.parse_update_info(update_info)
         with self._one_answer():
             self.receive_weights(info)
@@ -147,12 +147,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         handle = update_info.handles[uuid]
         fields = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
-        fields[0] = self.device.index  # the same GPU may have another index in the trainer's process
+        fields[0] = self.device.index  # the trainer's process may have another index for the same GPU
         storage = torch.UntypedStorage._new_shared_cuda(*fields)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[: update_info.bytes]
 
     def finish_weight_update(self) -> None:
-        """Rebuilds what waited, and the packed copies that vLLM's reload leaves stale."""
+        """Rebuilds the layers that waited, and the packed copies that vLLM's reload leaves stale."""
         finish_reload(self.model, self.model_config)
         self.unfinished = False
 
@@ -162,7 +162,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def map_bucket(path: str, size: int) -> torch.Tensor:
-    """The bytes of a file in the run's folder, uint8 [size], mapped; ValueError if it is another file."""
+    """Maps a file in the run's folder; returns its bytes, uint8 [size]. ValueError if it is another file."""
     file = open_bucket(path, size)
     try:
         return torch.from_file(f"/proc/self/fd/{file}", size=size, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker; the trainer calls them by `/collective_rpc`."""
 
     def nemo_oprd_received(self) -> dict[str, Any]:
-        """Of the tensors that came since the last `start_weight_update`: digest, number, modules that took none."""
+        """Returns digest and number of the tensors since `start_weight_update`, and the modules that took none."""
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
         stale = not_loaded(engine.model)
         return {"digest": engine.digest.value(), "tensors": len(engine.digest.tensors), "stale": stale}
@@ -186,13 +186,13 @@ class WorkerExtension:
     def nemo_oprd_give_up(self) -> None:
         """Ends an update that a trainer has begun and never finished, so that the next one can begin."""
         worker: Any = self
-        worker.weight_transfer_engine.give_up()  # also after an error, with which vLLM takes the update for over
+        worker.weight_transfer_engine.give_up()  # also after an error, after which vLLM takes the update for over
         if worker._weight_update_active:
             worker._weight_update_active = False
             worker.weight_transfer_engine.reset_weight_update_target()
 
     def nemo_oprd_describe(self) -> dict[str, Any]:
-        """What the server samples from, and how, as far as the trainer relies on it."""
+        """Describes the model and settings of the server, as far as the trainer relies on them."""
         config = self.vllm_config  # type: ignore[attr-defined]
         model, text = config.model_config, config.model_config.hf_text_config
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -212,9 +212,10 @@ class WorkerExtension:
 
 
 def experts_of(config: Any) -> list[Any] | None:
-    """Number of experts, experts per token, an expert's feed-forward size, whether weights are divided by their sum.
+    """Returns the number of experts, experts per token, an expert's feed-forward size, whether weights are normalised.
 
-    None for a model without experts. A config of Mixtral has two of the four under other names or not at all.
+    None for a model without experts; normalised: divided by their sum. Mixtral's config lacks two of the four, or has
+    other names for them.
     """
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if not count:
@@ -224,7 +225,7 @@ def experts_of(config: Any) -> list[Any] | None:
 
 
 class KnownIds(LogitsProcessor):
-    """Only ids with a token are sampled: others are padding, gaps between tokens, or unknown to the teacher."""
+    """Masks ids without a token: padding, gaps between tokens, or ids unknown to the teacher."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         given = vllm_config.additional_config or {}
@@ -232,14 +233,14 @@ class KnownIds(LogitsProcessor):
         self.gaps = torch.tensor([i for start, end in given.get(GAPS, []) for i in range(start, end)], device=device)
 
     def is_argmax_invariant(self) -> bool:
-        """Greedy sampling needs the mask, too."""
+        """Returns False: greedy sampling needs the mask, too."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """The mask does not depend on the requests."""
+        """Does nothing: the mask does not depend on the requests."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """[requests, vocabulary], in place."""
+        """Masks the logits [requests, vocabulary] in place."""
         logits[:, self.known :] = -float("inf")
         if len(self.gaps):
             logits.index_fill_(1, self.gaps, -float("inf"))

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from nemo_oprd.data.align import _to_text, align_batch, coverage_of, equal_spans
+from nemo_oprd.data.token_alignment import _to_text, align_batch, coverage_of, equal_spans
 from nemo_oprd.data.token_bytes import byte_table
 from nemo_oprd.data.tokenizer import Tokenizer
 

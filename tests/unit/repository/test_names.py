@@ -17,7 +17,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FOLDERS = ("nemo_oprd", "tests", "benchmarks", "studies", "scripts", "checkpoint_tools", "examples", "docs")
 FILES = [file.as_posix() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
 # of Megatron-core, Megatron-Bridge, NeMo-Aligner, Transformer Engine, vLLM and users
-NOT_OURS = {"attention.py", "megatron_gpt_knowledge_distillation.py", "my_losses.py", "reward_critic_clients.py", "setup.py"}
+NOT_OURS = {
+    "attention.py",
+    "megatron_gpt_knowledge_distillation.py",
+    "my_losses.py",
+    "reward_critic_clients.py",
+    "setup.py",
+}
 
 
 def names_in(module: Path) -> set[str]:

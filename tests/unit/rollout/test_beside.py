@@ -10,7 +10,7 @@ import pytest
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.data.token_ids import TokenIds
-from nemo_oprd.rollout.beside import Beside, EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import Beside, EngineBeside
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, TRAINING_STREAM, GenerationCancelled, Request, SamplingParams
 from nemo_oprd.vllm.client_process import Task
 

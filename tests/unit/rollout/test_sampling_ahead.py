@@ -18,7 +18,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.rollout import resume_cache, schedule, training_rollouts
-from nemo_oprd.rollout.beside import Beside, EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import Beside, EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, Weights
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts, schedule_settings

@@ -16,7 +16,7 @@ from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import Ahead, named
-from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, AnswerFolder, Ask
 
 WIDTH, IDS = 2, [5, 6, 7]
 REQUESTS = [Request([*IDS, i], Ask(f"{i:032x}", [1], [0, 2], [])) for i in range(4)]

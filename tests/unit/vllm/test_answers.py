@@ -15,8 +15,8 @@ import torch
 from nemo_oprd.vllm.server import ServerRefused
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import RequestQueue
-from nemo_oprd.vllm.worker.nemo_oprd_asks import AnswerFolder, Ask, weights_digest
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
+from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, Ask, weights_digest
 
 NAME = "0123456789abcdef" * 2
 ASK = Ask(NAME, [1, 3], [0, 2], [1], None)

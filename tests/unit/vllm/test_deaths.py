@@ -17,8 +17,8 @@ from nemo_oprd.vllm.sampling import Sampling
 from nemo_oprd.vllm.server import Server, ServerDied
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import RequestQueue, Round
-from nemo_oprd.vllm.weight_push import Failures
-from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, AnswerFolder, Ask
+from nemo_oprd.vllm.weight_transfer import Failures
+from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, AnswerFolder, Ask
 
 COUNT = 6
 WIDTH = 2

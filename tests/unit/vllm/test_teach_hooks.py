@@ -18,9 +18,9 @@ import torch
 from nemo_oprd.bridge.covariance import LayerPair
 from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
-from nemo_oprd.vllm.worker.nemo_oprd_asks import ASK, GENERATION, AnswerFolder, Ask
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import BridgeFile
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
+from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, GENERATION, AnswerFolder, Ask
 
 WORKER = Path(__file__).parents[3] / "nemo_oprd" / "vllm" / "worker"
 WIDTH, IDS, VOCABULARY = 8, [3, 1, 4, 1], 6
@@ -121,9 +121,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Serv
     monkeypatch.setenv(GENERATION, "1")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="none"))
     monkeypatch.syspath_prepend(str(WORKER))
-    for name in ("teach", "asks", "files", "bridge", "projection"):
+    for name in ("teacher", "requests", "files", "bridge", "projection"):
         monkeypatch.delitem(sys.modules, f"nemo_oprd_{name}", raising=False)
-    capture = importlib.import_module("nemo_oprd_teach")._Capture
+    capture = importlib.import_module("nemo_oprd_teacher")._Capture
 
     def started(*, tensor: int = 1, probe: bool = True) -> Server:
         server = Server(capture, tensor)
@@ -137,7 +137,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Serv
 @pytest.fixture
 def load(start: Callable[..., Server]) -> Callable[..., dict[str, Any]]:
     """What a server says when it is to load a bridge."""
-    extension = importlib.import_module("nemo_oprd_teach").TeacherExtension
+    extension = importlib.import_module("nemo_oprd_teacher").TeacherExtension
 
     def loaded(server: Server, file: BridgeFile, **changes: Any) -> dict[str, Any]:
         return extension.nemo_oprd_load_bridge(server.worker, asdict(replace(file, **changes)))

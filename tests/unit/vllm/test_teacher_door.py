@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from nemo_oprd.vllm.server import WORKER_FOLDER
-from nemo_oprd.vllm.worker import nemo_oprd_door
-from nemo_oprd.vllm.worker.nemo_oprd_asks import ROOM, STATES, AnswerFolder, read_answer
+from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
+from nemo_oprd.vllm.worker.nemo_oprd_requests import ROOM, STATES, AnswerFolder, read_answer
 
 TOKEN, NAME, OTHER = "1" * 40, "a" * 32, "b" * 32
 GENERATE = "/inference/v1/generate"
@@ -64,13 +64,13 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     token.touch(0o600)
     token.write_text(TOKEN)
     folder.mkdir(mode=0o700)
-    monkeypatch.setenv(nemo_oprd_door.TOKEN_FILE, str(token))
+    monkeypatch.setenv(nemo_oprd_middleware.TOKEN_FILE, str(token))
     monkeypatch.setenv(FOLDER, str(folder))
     monkeypatch.syspath_prepend(str(WORKER_FOLDER))
     before = set(sys.modules)
-    import nemo_oprd_teacher_door  # type: ignore[import-not-found]
+    import nemo_oprd_teacher_middleware  # type: ignore[import-not-found]
 
-    yield Server(folder, nemo_oprd_teacher_door.TeacherDoor)
+    yield Server(folder, nemo_oprd_teacher_middleware.TeacherDoor)
     for name in set(sys.modules) - before:
         if name.startswith("nemo_oprd_"):
             del sys.modules[name]

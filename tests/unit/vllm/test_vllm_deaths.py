@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from nemo_oprd.data.token_ids import TokenIds
-from nemo_oprd.vllm import client, weight_push
+from nemo_oprd.vllm import client, weight_transfer
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.client_main import AnswerCheck
 from nemo_oprd.vllm.placement import Place
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
-from nemo_oprd.vllm.weight_push import UpdateCalls
+from nemo_oprd.vllm.weight_transfer import UpdateCalls
 
 
 class Ending(BaseHTTPRequestHandler):
@@ -94,8 +94,8 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
     own: bool, limit: float, expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody else uses a server of the run's own: one that does not pause has a fault."""
-    monkeypatch.setattr(weight_push, "CALL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(weight_push, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(weight_transfer, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(weight_transfer, "SAY_AFTER_S", 0.1)
     over = threading.Event()
 
     def has_ended() -> bool:

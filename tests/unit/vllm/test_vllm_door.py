@@ -24,10 +24,10 @@ from nemo_oprd.vllm.endpoint import LEASE_FILE, caller
 from nemo_oprd.vllm.server import server_environment
 from nemo_oprd.vllm.transport import SharedFolder
 from nemo_oprd.vllm.weight_group import open_store, own_address
-from nemo_oprd.vllm.worker import nemo_oprd_door
-from nemo_oprd.vllm.worker.nemo_oprd_door import LEASE, LEASE_S, RELEASE, RENEW, RUN, Door, read_tokens
+from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER, open_bucket
 from nemo_oprd.vllm.worker.nemo_oprd_group import Group, address_towards
+from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, LEASE_S, RELEASE, RENEW, RUN, Door, read_tokens
 
 ONE, OTHER = "1" * 40, "2" * 40
 FOR_THIS_USER = "expected a file of this user with mode 0600 and lines of at least 32 letters, digits, - and _: "
@@ -45,9 +45,9 @@ class Visitor:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.let_in = SimpleNamespace(now=1000.0), list[str]()
-        monkeypatch.setenv(nemo_oprd_door.TOKEN_FILE, str(token_file(directory)))
+        monkeypatch.setenv(nemo_oprd_middleware.TOKEN_FILE, str(token_file(directory)))
         clock = SimpleNamespace(monotonic=lambda: self.clock.now, strftime=time.strftime, gmtime=time.gmtime)
-        monkeypatch.setattr(nemo_oprd_door, "time", clock)
+        monkeypatch.setattr(nemo_oprd_middleware, "time", clock)
         self._door = Door(self._behind)
 
     async def _behind(self, scope: dict[str, Any], receive: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""An evaluation that is sampled beside the responses of a step, from the same weights, in one call of the engine."""
+"""Evaluations that an engine samples together with the responses of a step, from the same weights, in one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_oprd.rollout.engine import Enough, GenerationCancelled, Keep, Request,
 
 @dataclass(frozen=True)
 class Beside:
-    """What to sample besides, each request with its own `Request.sampled`, and what takes the responses.
+    """An additional set of requests, each with its own `Request.sampled`, and the receiver of the responses.
 
     `keep` is called as in `RolloutEngine.submit`, with the indices of these requests. `take` gets all responses, in
     order, on every rank, when they are complete.
@@ -23,21 +23,21 @@ class Beside:
 
 
 class EngineBeside:
-    """The calls of a rollout engine that sample; the next call of `submit` also samples what was added."""
+    """The sampling calls of a rollout engine; the next call of `submit` also samples the added requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._waiting: Beside | None = None
         self._under_way: Beside | None = None
-        self._own = 0  # the requests of the ticket that are not besides
-        self._came: dict[int, Rollout] = {}  # what `gather` has found of those that are
+        self._own = 0  # the number of the ticket's requests that were not added
+        self._came: dict[int, Rollout] = {}  # responses to the added ones, from `gather`
 
     def add(self, beside: Beside) -> None:
-        """Samples `beside` with what is asked for next. Every rank calls this."""
+        """Adds `beside` to the next call of `submit`. Every rank calls this."""
         self._waiting = beside
 
     def drop(self) -> None:
-        """Does not sample what was added, if nothing was asked for since."""
+        """Drops the added requests, if no call of `submit` came since."""
         self._waiting = None
 
     def submit(
@@ -66,7 +66,7 @@ class EngineBeside:
     def collect(
         self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
-        """See `RolloutEngine`: the rollouts of the requests that were asked for."""
+        """See `RolloutEngine`; returns the rollouts of the call's own requests."""
         try:
             rollouts = self._engine.collect(ticket, should_cancel, last=last)
         except GenerationCancelled as cancelled:
@@ -77,7 +77,7 @@ class EngineBeside:
     def gather(
         self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
-        """See `RolloutEngine`: `enough` is told of the requests that were asked for."""
+        """See `RolloutEngine`; `enough` receives the indices of the call's own requests."""
         own = set(range(self._own))
         try:
             found = self._engine.gather(ticket, lambda complete: enough(own & complete), should_cancel)
@@ -87,7 +87,7 @@ class EngineBeside:
         return self._own_of(found)
 
     def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
-        """See `RolloutEngine`: what was added is complete before."""
+        """See `RolloutEngine`; waits first until the added requests are complete."""
         found = dict[int, Rollout]()
         try:
             if self._under_way is not None:
@@ -103,7 +103,7 @@ class EngineBeside:
         return {i: rollout for i, rollout in found.items() if i < self._own}
 
     def _take(self, found: dict[int, Rollout]) -> None:
-        """Gives the responses to what was added, if anything was."""
+        """Gives the responses to the added requests to their receiver, if there are any."""
         if self._under_way is not None:
             self._under_way.take([found[self._own + i] for i in range(len(self._under_way.requests))])
         self._under_way, self._came = None, {}

@@ -1,9 +1,9 @@
-"""What a trainer asks a teacher's server for, and the file with the answer; see `nemo_oprd_teach.py`.
+"""The rows that a trainer requests from a teacher's server, and the file with the answer; see `nemo_oprd_teacher.py`.
 
 An `Ask` travels as JSON in a request's `extra_args`. Its answer is a file in the run's own folder, which this user
-alone can enter: the length of a header (8 bytes, little endian), the header (JSON), and the values. It is written under
-another name and renamed, so that there is a whole answer or none. The trainer, the server and the tests' stand-in all
-import this module, so it needs the standard library alone.
+alone can enter: the length of a header (8 bytes, little endian), the header (JSON), and the values. The
+server writes it under another name and renames it, so that the file is whole or absent. The trainer, the server and the
+tests' stand-in all import this module, so it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# key of `extra_args`
+# the key of an `Ask` in `extra_args`
 ASK = "nemo_oprd_ask"
-# environment of a server: how often it was started
+# variable in a server's environment: how often it was started
 GENERATION = "NEMO_OPRD_GENERATION"
 NAME = re.compile(r"[0-9a-f]{32}")
-# calls of a server that several runs share: STATES/NAME?bytes=N, a request with an ask, whose HTTP answer is then the
-# file of that name; ROOM, the bytes of answers that may be there at a time
+# calls of a server that several runs share: STATES/NAME?bytes=N, a request with an ask, whose HTTP answer is the
+# file of that name; ROOM, which returns the bytes of answers that the server can hold
 STATES, ROOM = "/nemo_oprd/states", "/nemo_oprd/room"
 # values per row in place of a final state: log-probability of a token, entropy
 LOGPROB_COLUMNS = 2
@@ -37,22 +37,22 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PARTIAL = ".part"
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 26
-# of each stretch of a weight file, the bytes that its digest reads: other weights differ everywhere
+# length of a stretch of a weight file, and the bytes of it that the digest reads: other weights differ everywhere
 _STRETCH_BYTES, _READ_BYTES = 64 << 20, 64 << 10
 
 
 @dataclass(frozen=True)
 class Ask:
-    """The rows of one sequence that a trainer wants.
+    """The rows of one sequence that a trainer requests.
 
     Attributes:
         name: of the file with the answer, 32 hexadecimal digits.
         layers: ascending; 1..L is the residual stream after so many blocks, L + 1 the state after the final norm.
-        rows: positions in the sequence, ascending, whose states of all `layers` are wanted.
-        final_rows: positions, ascending, whose states after the final norm are wanted for an output loss.
-        tokens: one id per final row; its log-probability and the entropy are then wanted in place of the state.
-        vocabulary, gaps, temperature: of that distribution: over the ids below `vocabulary` without those in `gaps`,
-            runs of ids (first, end), of the logits divided by `temperature`.
+        rows: positions in the sequence, ascending, whose states of all `layers` to return.
+        final_rows: positions, ascending, whose states after the final norm to return for an output loss.
+        tokens: one id per final row; the answer then has its log-probability and the entropy in place of the state.
+        vocabulary, gaps, temperature: parameters of that distribution: over the ids below `vocabulary` without those
+            in `gaps`, runs of ids (first, end), of the logits divided by `temperature`.
         chunk: rows whose logits are in memory at a time.
         bridge: digest of the maps that project the states (`nemo_oprd_bridge.py`), empty without a projection. Then
             `layers` are those of the maps, one by one, in their order.
@@ -72,16 +72,16 @@ class Ask:
     gaps: list[list[int]] = field(default_factory=list)
 
     def text(self) -> str:
-        """The inverse of `parse`. Without gaps it is what servers of earlier versions read."""
+        """Returns the text that `parse` reads. Without gaps, servers of earlier versions read it, too."""
         fields = {name: value for name, value in asdict(self).items() if name != "gaps" or value}
         return json.dumps(fields, separators=(",", ":"))
 
     @staticmethod
     def parse(text: str, length: int, depth: int, vocabulary: int) -> Ask:
-        """The ask in a request of `length` tokens to a model of `depth` layers and `vocabulary` ids.
+        """Parses the ask in a request of `length` tokens to a model of `depth` layers and `vocabulary` ids.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is no valid ask.
         """
         given = json.loads(text)
         if not isinstance(given, dict) or {*given, "gaps"} != set(Ask.__dataclass_fields__):
@@ -98,7 +98,7 @@ class Ask:
             raise ValueError(f"bridge={ask.bridge!r:.60}, rank={ask.rank!r:.60}; expected a digest and a size, or none")
         layers = ask.layers
         if ask.bridge and _are_integers(layers):
-            layers = sorted({*layers})  # several layers of the student may be compared with one of the teacher
+            layers = sorted({*layers})  # several layers of the student may match one of the teacher
         for what, values, low, high in (
             ("layers", layers, 1, depth + 1),
             ("rows", ask.rows, 0, length - 1),
@@ -131,7 +131,7 @@ class Ask:
             raise ValueError(f"tokens: expected ids outside gaps={gaps!r:.60}")
 
     def header(self, ids: Sequence[int], width: int, dtype: str, generation: int) -> dict[str, Any]:
-        """The header of the whole answer for a sequence of `ids`, of a model of `width` that computes in `dtype`.
+        """Makes the header of the whole answer for a sequence of `ids`, of a model of `width` that computes in `dtype`.
 
         Projected states are float32, whatever `dtype` is.
         """
@@ -148,7 +148,7 @@ class Ask:
         }
 
     def sizes(self, width: int, dtype: str) -> tuple[int, int]:
-        """Bytes of the states, and of the final rows, which follow them."""
+        """Returns (bytes of the states, bytes of the final rows, which follow them)."""
         item = ITEM_BYTES[dtype]
         final = width * item if self.tokens is None else LOGPROB_COLUMNS * ITEM_BYTES["float32"]
         row = self.rank * ITEM_BYTES["float32"] if self.bridge else width * item
@@ -164,11 +164,11 @@ def _ascends(values: Any) -> bool:
 
 
 class AnswerFolder:
-    """The folder of a run, for answers.
+    """The folder of a run for answers.
 
     Raises:
-        ValueError: it is a link, belongs to another user, or others can enter it.
-        OSError: there is no such folder.
+        ValueError: the path is a link, belongs to another user, or others can enter it.
+        OSError: the folder does not exist.
     """
 
     def __init__(self, path: str) -> None:
@@ -182,7 +182,7 @@ class AnswerFolder:
 
         Raises:
             ValueError: `name` is no name of an answer.
-            OSError: there is an answer of that name, or no room for it; nothing of it is left.
+            OSError: an answer of that name exists, or the folder has no room; the partial file is removed.
         """
         if not NAME.fullmatch(name):
             raise ValueError(f"{name!r:.60} is no name of an answer")
@@ -200,7 +200,7 @@ class AnswerFolder:
             os.unlink(name + _PARTIAL, dir_fd=self._folder)
 
     def open(self, name: str) -> int | None:
-        """The descriptor of an answer, for reading, which is removed from the folder; None if there is none."""
+        """Opens an answer for reading and removes its name; returns the descriptor, or None if there is no answer."""
         try:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
         except FileNotFoundError:
@@ -209,7 +209,7 @@ class AnswerFolder:
         return file
 
     def take(self, name: str) -> tuple[dict[str, Any], bytearray] | None:
-        """(Header, values) of an answer, which is removed; None if there is none."""
+        """Reads and removes an answer; returns (header, values), or None if there is no answer."""
         file = self.open(name)
         if file is None:
             return None
@@ -217,10 +217,10 @@ class AnswerFolder:
             return read_answer(stream, os.fstat(file).st_size, f"{self._path}/{name}")
 
     def clear(self, older_s: float = 0.0) -> None:
-        """Removes all answers, also those that a dead server has not completed.
+        """Removes all answers, also unfinished ones of a dead server.
 
         Args:
-            older_s: only those that were begun so many seconds ago or earlier.
+            older_s: the least age in seconds, since the begin of the answer.
         """
         for name in os.listdir(self._folder):
             if NAME.fullmatch(name.removesuffix(_PARTIAL)):
@@ -230,7 +230,7 @@ class AnswerFolder:
                         os.unlink(name, dir_fd=self._folder)
 
     def room(self) -> int:
-        """Free bytes where the folder is."""
+        """Returns the free bytes of the folder's file system."""
         free = os.fstatvfs(self._folder)
         return free.f_bavail * free.f_frsize
 
@@ -240,10 +240,10 @@ class AnswerFolder:
 
 
 def read_answer(stream: BinaryIO, size: int, where: str) -> tuple[dict[str, Any], bytearray]:
-    """(Header, values) of an answer of `size` bytes.
+    """Reads (header, values) of an answer of `size` bytes.
 
     Raises:
-        ValueError: what `where` names is none.
+        ValueError: the content, named `where` in the message, is no answer.
     """
     length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
     left = size - _LENGTH_BYTES - length
@@ -255,7 +255,7 @@ def read_answer(stream: BinaryIO, size: int, where: str) -> tuple[dict[str, Any]
 
 
 def weights_digest(directory: str) -> str:
-    """Digest of config.json and the weight files of a model: names, sizes, and a part of every stretch of each file."""
+    """Computes a digest of a model's config.json and weight files: names, sizes, a part of every stretch of each."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("config.json")]):
         with file.open("rb") as stream:

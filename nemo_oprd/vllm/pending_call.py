@@ -1,4 +1,4 @@
-"""What `VllmEngine` knows of a call while its servers sample."""
+"""The state of a call to `VllmEngine` while its servers sample."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class VllmTicket(Ticket):
     Attributes:
         own: responses of this rank's client process, by the index of their request.
         complete: the indices of all requests that have a response on some rank.
-        under_way: the round that has begun and was not waited for, with this rank's part in it.
-        round_began: when the last round began, in seconds since the epoch.
+        under_way: the current round, with this rank's part in it.
+        round_began: the begin of the last round, in seconds since the epoch.
         busy_s: per server, the seconds until its last response in its last round.
     """
 
@@ -39,21 +39,21 @@ class VllmTicket(Ticket):
         return [i for i in range(len(self.requests)) if i not in self.complete]
 
     def note_served(self, served_s: dict[int, tuple[float, float]]) -> None:
-        """Takes up when each server was busy, in seconds since the last round began."""
+        """Records when each server was busy, in seconds since the last round began."""
         for number, (first, last) in served_s.items():
             began, _ = self.served.get(number, (self.round_began + first, 0.0))
             self.served[number] = began, self.round_began + last
 
     def forget(self) -> None:
-        """Gives up what was sampled since the ticket was made."""
+        """Drops all samples since the ticket was made."""
         self.own, self.complete = {}, set(self.done)
 
     def new(self) -> dict[int, Response]:
-        """This rank's complete responses that `gather` and `cut` have not returned."""
+        """Returns this rank's complete responses that `gather` and `cut` have not returned."""
         return {i: response for i, response in self.own.items() if i not in self.given}
 
     def keeping(self, rollout: Callable[[Request, Response], Rollout]) -> Callable[[dict[int, Response]], None] | None:
-        """`keep` for responses, of which `rollout` makes rollouts; None if nothing is to be kept."""
+        """Wraps `keep` to take responses, which `rollout` turns into rollouts; None without a `keep`."""
         keep = self.keep
         if keep is None:
             return None

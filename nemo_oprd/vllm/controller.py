@@ -1,4 +1,4 @@
-"""What one rank has of the servers: those that it controls, its connection to them, and its folder in shared memory."""
+"""The servers that one rank controls, its client and client process, and its folder in shared memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Controlled:
     """The servers of this rank, by number; everything is empty on ranks that control none.
 
     `client` makes the calls of weight updates, `sampler` those that sample. `sleepers` are those servers that share
-    GPUs with the trainer and sleep while nothing is sampled.
+    GPUs with the trainer and sleep between the calls that sample.
     """
 
     servers: dict[int, Server] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class Controlled:
                 self.sleepers.append(place.number)
             if isinstance(server, LocalServer):
                 server.start()
-        # that of a server ends with it; between its death and its restart nobody else would remove the folder
+        # a server's guard ends with it; between its death and its restart no other process would remove the folder
         self.folder.guard()
 
     def report_deaths(self) -> None:
-        """Tells the client process which servers have ended, which their parent alone sees."""
+        """Tells the client process which servers have ended, because only their parent sees it."""
         for number, server in self.servers.items():
             try:
                 server.check_alive()
@@ -56,8 +56,8 @@ class Controlled:
                 self.sampler.tell_death(number, str(death))
 
     def close(self) -> None:
-        """Ends the servers of this run, gives endpoints back, and removes what servers left in shared memory."""
-        with ExitStack() as ends:  # the last one first, and all of them, whatever goes wrong
+        """Ends the servers of this run, releases endpoints, and removes the servers' files in shared memory."""
+        with ExitStack() as ends:  # the last one first, and all of them, whatever fails
             if self.folder is not None:
                 ends.callback(self.folder.close)
             if self.client is not None:
@@ -70,7 +70,7 @@ class Controlled:
 
 
 def machines_and_devices(cuda: bool) -> tuple[list[str], list[str | None]]:
-    """(Name of the machine, CUDA device) of every rank; every rank calls this."""
+    """Returns (machine name, CUDA device) of every rank as two lists; every rank calls this."""
     own = None
     if cuda:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

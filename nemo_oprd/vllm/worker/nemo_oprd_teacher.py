@@ -1,19 +1,19 @@
-"""What vLLM's workers run for a teacher: they keep the asked rows of the asked layers of a request's prompt.
+"""The teacher's part of vLLM's workers: keeps the requested rows of the requested layers of a request's prompt.
 
-This module is imported in vLLM's environment, as `nemo_oprd_worker.py`. A request with an `Ask` (`nemo_oprd_asks.py`)
-in its `extra_args` is computed as any other; forward hooks on the decoder layers copy its rows, over as many chunks as
-the scheduler makes of the prompt, and the first tensor rank writes the answer before the request ends. What goes wrong
-in a hook is the answer of the job that it goes wrong for: an exception there would end the engine. One exception has
-to: of several tensor ranks, one that fails to compute its part of the logits would leave the others waiting, or give
-them the numbers of another call.
+This module is imported in vLLM's environment, as `nemo_oprd_worker.py`. A request with an `Ask`
+(`nemo_oprd_requests.py`) in its `extra_args` is computed as any other; forward hooks on the decoder layers copy its
+rows, over as many chunks as the scheduler makes of the prompt, and the first tensor rank writes the answer before the
+request ends. An error in a hook becomes the answer of its job: an exception there would end the engine. One exception
+has to end it: a tensor rank that fails to compute its part of the logits would leave the others waiting, or give them
+the numbers of another call.
 
 **What is the residual stream?** A layer returns it, or a pair. In most families the stream is the sum of the pair
-(hidden states and a residual that is not yet added), in some the first of it. No table of families says so: the sum or
-the first is what the model's final norm makes the model's output of. `_Reading` tries both on the last layer when
-`nemo_oprd_install` is followed by the first request, and the same comparison is made in every forward pass that has
-rows of an ask. That other layers mean the same as the last one is the canary's to show.
+(hidden states and a residual that is not yet added), in some its first part. No table of families is needed: the stream
+is the reading from which the model's final norm makes the model's output. `_Reading` tries both on the last layer at
+the first request after `nemo_oprd_install`, and repeats the comparison in every forward pass that has rows of an ask.
+The canary shows that other layers have the same form as the last one.
 
-Hooks run in eager mode only: a compiled model would call none, and answer as if nothing had happened.
+Hooks run in eager mode only: a compiled model would silently call none.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 import vllm
-from nemo_oprd_asks import ASK, GENERATION, LOGPROB_COLUMNS, AnswerFolder, Ask, weights_digest
 from nemo_oprd_bridge import BridgeFile
 from nemo_oprd_files import FOLDER
 from nemo_oprd_projection import Projection
+from nemo_oprd_requests import ASK, GENERATION, LOGPROB_COLUMNS, AnswerFolder, Ask, weights_digest
 
 logger = logging.getLogger(__name__)
 
-# relative deviation of a row that the final norm may have if it is computed once more, by dtype
+# allowed relative deviation of a row whose final norm is computed once more, by dtype
 _NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 _LAYER_LISTS = ("layers", "h", "blocks")
 
@@ -47,11 +47,11 @@ class _Job:
     Attributes:
         ids: the whole prompt.
         bridge: projects the states before they leave.
-        layers: the different ones of the ask, ascending.
-        states: [layers, rows, D] in the model's dtype; `filled` [layers, rows] says which of them are there.
+        layers: the distinct layers of the ask, ascending.
+        states: [layers, rows, D] in the model's dtype; `filled` [layers, rows] marks those present.
         final: the final rows [n, D], or for tokens float32 [n, 2]; `final_filled` [n].
-        error: what went wrong; then that is the answer.
-        last: the last wanted row, -1 if none is wanted.
+        error: the first error; it is then the answer.
+        last: the last requested row, -1 if none is requested.
     """
 
     ask: Ask
@@ -82,7 +82,7 @@ class _Job:
         self.final_filled = torch.zeros(len(ask.final_rows), dtype=torch.bool)
 
     def answer(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """What the header says of what was computed, and the values."""
+        """Returns (the header's fields that describe the result, the values)."""
         places = [self.layers.index(layer) for layer in self.ask.layers]
         said: dict[str, Any] = {"filled": int(self.filled[places].sum() + self.final_filled.sum())}
         states = self.states
@@ -93,7 +93,7 @@ class _Job:
 
     @contextmanager
     def answers_errors(self) -> Iterator[None]:
-        """What goes wrong inside is the answer."""
+        """Turns an error inside this context into the answer."""
         try:
             yield
         except _OutOfStep:
@@ -102,14 +102,14 @@ class _Job:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Takes what went wrong as the answer, unless there was something before."""
+        """Makes the error the answer, unless there was one before."""
         if self.error is None:
             logger.error("a teacher's hook failed", exc_info=error)
             self.error = f"{type(error).__name__}: {error}"
 
 
 class _OutOfStep(Exception):  # noqa: N818 - not answered
-    """This tensor rank has left a computation of all ranks. The engine ends; the trainer starts the server again."""
+    """Raised if this tensor rank left a computation of all ranks. The engine ends; the trainer restarts the server."""
 
 
 @dataclass(frozen=True)
@@ -122,24 +122,24 @@ class _Span:
     end: int
 
     def inside(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(Indices among `rows` of those that this pass computes, their indices in the flat batch)."""
+        """Returns (indices among `rows` of those that this pass computes, their indices in the flat batch)."""
         found = ((rows >= self.first) & (rows < self.end)).nonzero().flatten()
         return found, self.start + rows[found] - self.first
 
     @property
     def wanted(self) -> torch.Tensor:
-        """Flat indices of all rows that are wanted of this pass in any layer."""
+        """Returns the flat indices of all rows of this pass that the ask names, in any layer."""
         return torch.cat([self.inside(self.job.rows)[1], self.inside(self.job.final_rows)[1]])
 
 
 def _first(output: Any) -> torch.Tensor:
-    """The tensor, or the first of a tuple, as [tokens, D]: models of transformers' code return [1, tokens, D]."""
+    """Returns the tensor, or the first of a tuple, as [tokens, D]: transformers' models return [1, tokens, D]."""
     tensor = output[0] if isinstance(output, tuple) else output
     return tensor.flatten(0, -2)
 
 
 def _summed(output: Any) -> torch.Tensor | None:
-    """The sum of a pair; None if the output is no pair of tensors."""
+    """Returns the sum of a pair; None if the output is no pair of tensors."""
     pair = output[:2] if isinstance(output, tuple) else ()
     if len(pair) < 2 or not isinstance(pair[1], torch.Tensor) or pair[1].shape != pair[0].shape:
         return None
@@ -147,7 +147,7 @@ def _summed(output: Any) -> torch.Tensor | None:
 
 
 def _picked(output: Any, tokens: torch.Tensor, *, summed: bool) -> torch.Tensor:
-    """Rows of the residual stream in a layer's output, on the layer's device."""
+    """Picks rows of the residual stream from a layer's output, on the layer's device."""
     tokens = tokens.to(_first(output).device)
     value = _first(output).index_select(0, tokens)
     if summed and isinstance(output, tuple) and isinstance(output[1], torch.Tensor):
@@ -156,7 +156,7 @@ def _picked(output: Any, tokens: torch.Tensor, *, summed: bool) -> torch.Tensor:
 
 
 def find_layers(model: torch.nn.Module, count: int) -> tuple[torch.nn.Module, torch.nn.ModuleList]:
-    """(The module that holds the decoder layers, the list of the `count` layers); ValueError unless there is one."""
+    """Finds (the module with the decoder layers, the list of the `count` layers); ValueError unless there is one."""
     found = []
     for path, module in model.named_modules():
         for name in _LAYER_LISTS:
@@ -172,20 +172,20 @@ def find_layers(model: torch.nn.Module, count: int) -> tuple[torch.nn.Module, to
 
 
 def _normed(norm: torch.nn.Module, stream: torch.Tensor) -> torch.Tensor:
-    """A norm of rows [n, D], computed once more; a norm may change its input in place."""
+    """Computes a norm of rows [n, D] once more, on a copy: a norm may change its input in place."""
     output = norm(stream.clone())
     return output[0] if isinstance(output, tuple) else output
 
 
 def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest relative deviation of a row."""
+    """Returns the largest relative deviation of a row."""
     difference = (found.float() - expected.float()).norm(dim=-1)
     return float((difference / expected.float().norm(dim=-1).clamp_min(1e-30)).max())
 
 
 @dataclass
 class _Reading:
-    """How the model is read: the final norm, and whether the stream is the sum of what a layer returns."""
+    """The reading of the model: its final norm, and whether the stream is the sum of a layer's outputs."""
 
     norms: list[torch.nn.Module]
     tolerance: float
@@ -194,9 +194,9 @@ class _Reading:
     unreadable: str = "nothing was computed since the capture was installed; expected a probe first"
 
     def learn(self, candidates: list[tuple[bool, torch.Tensor]], final: torch.Tensor) -> None:
-        """Takes the norm and the reading, (whether it sums, the stream [n, D]), that give the final states [n, D].
+        """Finds the norm and the candidate, (whether it sums, the stream [n, D]), that give the final states [n, D].
 
-        If none does, `unreadable` says why.
+        If none does, `unreadable` holds the reason.
         """
         try:
             self._learn(candidates, final)
@@ -242,17 +242,17 @@ class _Capture:
         self.generation = int(os.environ[GENERATION])
         self.jobs: dict[str, _Job] = {}
         self.bridges: dict[str, Projection] = {}  # by digest
-        self.over: set[str] = set()  # requests that have their answer, or whose ask is none
-        self.scheduled: Any = None  # of the forward pass under way
+        self.over: set[str] = set()  # requests that have their answer, or whose ask is invalid
+        self.scheduled: Any = None  # the scheduler's output for the current forward pass
         self.spans: list[_Span] | None = None
-        self.last: Any = None  # what the last layer returned, as far as it is still needed
+        self.last: Any = None  # the part of the last layer's output that is still needed
         holder, layers = find_layers(self.model, self.depth)
         norms = [child for name, child in holder.named_children() if "norm" in name.lower() or name.startswith("ln")]
         self.reading = _Reading(norms, _NORM_TOLERANCE[self.dtype])
         for number, layer in enumerate(layers, 1):
             layer.register_forward_hook(self._guarded(partial(self._keep, number)))
         self.model.register_forward_hook(self._guarded(self._end))
-        self.model.register_forward_hook(self._guarded(self._hand_over_all))  # whatever went wrong before
+        self.model.register_forward_hook(self._guarded(self._hand_over_all))  # also after an error
         self._wrap_forward_passes()
 
     def _wrap_forward_passes(self) -> None:
@@ -268,7 +268,7 @@ class _Capture:
         self.runner.execute_model = execute_model
 
     def _guarded(self, act: Callable[[Any], None]) -> Callable[..., None]:
-        """A forward hook: what `act` raises is the answer of the jobs in this pass."""
+        """Makes a forward hook that turns an error of `act` into the answer of the jobs in this pass."""
 
         def hook(_: torch.nn.Module, __: Any, output: Any) -> None:
             if self.scheduled is None:  # a pass without requests, when the server starts
@@ -284,10 +284,10 @@ class _Capture:
         return hook
 
     def _plan(self) -> list[_Span]:
-        """The jobs of this forward pass, looked up once."""
+        """Returns the jobs of this forward pass, looked up once."""
         if self.spans is None:
             self.spans, batch, start = [], self.runner.input_batch, 0
-            for key in set(self.jobs) - set(self.runner.requests):  # given up by the trainer
+            for key in set(self.jobs) - set(self.runner.requests):  # aborted by the trainer
                 del self.jobs[key]
             self.over &= set(self.runner.requests)
             for index in range(batch.num_reqs):
@@ -300,7 +300,7 @@ class _Capture:
         return self.spans
 
     def _job(self, key: str) -> _Job | None:
-        """The job of a request; None for a request that asks for nothing, or that has its answer."""
+        """Returns the job of a request; None for a request without an ask, or with its answer."""
         request = self.runner.requests[key]
         text = (getattr(request.sampling_params, "extra_args", None) or {}).get(ASK)
         if text is None or key in self.over:
@@ -313,13 +313,13 @@ class _Capture:
             except Exception as error:
                 logger.warning(f"a request asks for what it can't have: {error}")
                 self.over.add(key)
-                if ask is not None:  # else there is no name to answer under
+                if ask is not None:  # else the answer has no name
                     self._write(ask.name, {"error": f"{type(error).__name__}: {error}"})
                 return None
         return self.jobs[key]
 
     def _bridge(self, ask: Ask) -> Projection | None:
-        """What projects the states of an ask; ValueError if it is not here, or has other maps."""
+        """Returns the projection of an ask's states; ValueError if it is not loaded, or has other maps."""
         if not ask.bridge:
             return None
         found = self.bridges.get(ask.bridge)
@@ -329,7 +329,7 @@ class _Capture:
         return found
 
     def _keep(self, layer: int, output: Any) -> None:
-        """Copies what is asked of a layer."""
+        """Copies the requested rows of a layer."""
         spans = self._plan()
         if layer == self.depth:
             self._keep_last(output, spans)
@@ -348,7 +348,7 @@ class _Capture:
             job.filled[at, inside] = True
 
     def _keep_last(self, output: Any, spans: list[_Span]) -> None:
-        """Of the last layer, what `_end` compares with the final state; the final norm may work in place."""
+        """Copies the last layer's rows that `_end` compares with the final state; the final norm may work in place."""
         if self.reading.norm is None:
             summed = _summed(output)
             self.last = [(False, _first(output).clone()), *([] if summed is None else [(True, summed)])]
@@ -356,7 +356,7 @@ class _Capture:
             self.last = [_picked(output, span.wanted, summed=self.reading.summed) for span in spans]
 
     def _end(self, output: Any) -> None:
-        """Compares, and copies final states."""
+        """Compares the last layer's stream with the final states, and copies these."""
         spans, final = self._plan(), _first(output)
         was_read = self.reading.norm is not None
         if not was_read:
@@ -373,17 +373,17 @@ class _Capture:
     def _hand_over_all(self, _: Any) -> None:
         """Hands over the jobs whose last row this pass has computed.
 
-        Those with an error, too, and not before: every tensor rank has the same jobs, though only one may have failed.
+        Jobs with an error wait for that, too: every tensor rank has the same jobs, though only one may have failed.
         """
         done = {id(span.job) for span in self._plan() if span.end > span.job.last}
         for key, job in list(self.jobs.items()):
             if id(job) in done:
                 del self.jobs[key]
-                self.over.add(key)  # the token that it samples is not read
+                self.over.add(key)  # the trainer ignores its sampled token
                 self._hand_over(job)
 
     def _put_final(self, span: _Span, final: torch.Tensor) -> None:
-        """The rows of the output loss; all tensor ranks compute the logits together, those of a failed job as well."""
+        """Stores the rows of the output loss; all tensor ranks compute the logits together, also for a failed job."""
         job = span.job
         inside, tokens = span.inside(job.final_rows)
         states = final.index_select(0, tokens.to(final.device))
@@ -400,7 +400,7 @@ class _Capture:
         job.final_filled[inside] = True
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor | None:
-        """By the model's own head, its scale, bias and softcap included; None on tensor ranks that do not get them."""
+        """Computes logits by the model's head, with scale, bias and softcap; None on tensor ranks without them."""
         try:
             return self.model.compute_logits(states)
         except Exception as error:
@@ -409,7 +409,7 @@ class _Capture:
             raise _OutOfStep(f"logits of a teacher: {type(error).__name__}: {error}") from error
 
     def _hand_over(self, job: _Job) -> None:
-        """Writes the answer."""
+        """Writes the answer of a job."""
         if not self.writes:
             return
         header, values = (
@@ -433,12 +433,12 @@ class _Capture:
             self.folder.write(name, header, *values)
         except (OSError, ValueError) as error:
             logger.warning(f"an answer was not written: {error}")
-            with suppress(OSError, ValueError):  # shared memory is full, perhaps, but not for a line
+            with suppress(OSError, ValueError):  # full shared memory may still have room for a line
                 self.folder.write(name, {"error": f"the answer was not written: {error}"})
 
 
 def _logprob_and_entropy(logits: torch.Tensor, tokens: torch.Tensor, ask: Ask) -> torch.Tensor:
-    """Float32 [n, 2] of logits [n, V or more]."""
+    """Computes (log-probability, entropy), float32 [n, 2], from logits [n, V or more]."""
     scaled = logits[:, : ask.vocabulary].float() / ask.temperature
     for start, end in ask.gaps:
         scaled[:, start:end] = -float("inf")
@@ -452,15 +452,15 @@ class TeacherExtension:
     """Methods that vLLM adds to its worker; the trainer calls them by `/collective_rpc`."""
 
     def nemo_oprd_install(self) -> None:
-        """Puts the hooks in place, once."""
+        """Installs the hooks, once."""
         worker: Any = self
         if getattr(worker, "_nemo_oprd_capture", None) is None:
             worker._nemo_oprd_capture = _Capture(worker)
 
     def nemo_oprd_load_bridge(self, file: dict[str, Any]) -> dict[str, Any]:
-        """Reads the maps of a bridge, a `BridgeFile`; says which one is here, or why it is not.
+        """Reads the maps of a bridge, a `BridgeFile`; returns its digest, or the error.
 
-        An error would be read as the answer to a later call, if only one of several workers had it.
+        If only one of several workers raised, vLLM would read its error as the answer to a later call.
         """
         worker: Any = self
         try:
@@ -471,7 +471,7 @@ class TeacherExtension:
         return {"digest": bridge.digest}
 
     def nemo_oprd_describe(self) -> dict[str, Any]:
-        """What computes the states, and how, as far as the trainer relies on it."""
+        """Describes the model and settings that compute the states, as far as the trainer relies on them."""
         worker: Any = self
         config = worker.vllm_config
         model, text = config.model_config, config.model_config.hf_text_config

@@ -1,11 +1,11 @@
-"""Who may call a server that others can reach: those who know a token, and of runs the one that leases the server.
+"""Access to a server that others can reach: only holders of a token may call it, and only the run with its lease.
 
-`Door` is ASGI middleware that a server loads by `--middleware nemo_oprd_door.Door`. It stands before every call but
+`Door` is ASGI middleware that a server loads by `--middleware nemo_oprd_middleware.Door`. It checks every call but
 GET /health; vLLM's own `--api-key` leaves the calls open that change weights. A call that is not a GET also needs the
 lease: the first run that makes one gets it, keeps it by calling, and loses it LEASE_S seconds after its last call, or
-by a call of RELEASE. What a start has given back is over: a call of it that comes late does not take the lease again. A
-later start of the same run takes a lease over at once; the starts before have then lost it. The trainer and the server
-both import this module, so it needs the standard library alone.
+by a call of RELEASE. A released lease stays released: a late call of that start does not take it again. A later start
+of the same run takes a lease over at once, and the earlier starts have then lost it. The trainer and the server both
+import this module, so it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import time
 from collections import deque
 from typing import Any
 
-# environment of a server: the file with its tokens
+# variable in a server's environment: the file with its tokens
 TOKEN_FILE = "NEMO_OPRD_TOKEN_FILE"  # the name of a variable, no secret
-# headers of a call: a secret of the run with a name of its start, "SECRET.START", and what others are told of both
+# headers of a call: a secret of the run with a name of its start, "SECRET.START", and a description for other runs
 LEASE, RUN = "x-nemo-oprd-lease", "x-nemo-oprd-run"
 LEASE_S = 120.0
-# calls that the door answers by itself: to keep the lease, and to give it back
+# calls that the middleware answers by itself: to keep the lease, and to release it
 RENEW, RELEASE = "/nemo_oprd/renew", "/nemo_oprd/release"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,}")
 _MOST_BYTES = 1 << 16
-# calls of a run come seconds late, not after the ends of so many others
+# a run's calls arrive seconds late, not after so many other releases
 _MOST_GIVEN_BACK = 100
 
 
 def read_tokens(path: str) -> list[str]:
-    """The tokens in a file, one per line. A server accepts all of them, a client sends the first.
+    """Reads the tokens in a file, one per line. A server accepts all of them, a client sends the first.
 
     Raises:
-        ValueError: the file is missing, not of this user, open to others, a link, or holds something else. What it
-            holds is not part of the message.
+        ValueError: the file is missing, not of this user, open to others, a link, or holds something else. The message
+            does not show the content.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -65,21 +65,21 @@ def _wrong(path: str, what: str) -> str:
 
 
 class Door:
-    """See the module's docstring; `app` is the server behind the door.
+    """The middleware of the module's docstring; `app` is the server behind it.
 
     Raises:
-        ValueError: the file of TOKEN_FILE is not one of tokens.
+        ValueError: the file of TOKEN_FILE holds no tokens.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._tokens = [token.encode() for token in read_tokens(os.environ[TOKEN_FILE])]
         self._lease, self._run, self._since, self._ends = b"", "", "", 0.0
-        self._starts: list[bytes] = []  # of the run that has the lease; the last one uses it
+        self._starts: list[bytes] = []  # starts of the run that has the lease; the last one uses it
         self._given_back = deque[bytes](maxlen=_MOST_GIVEN_BACK)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Lets a request in, or answers it."""
+        """Passes a request to the server, or refuses it."""
         answer = None if scope["type"] == "lifespan" else self._answer(scope)
         if answer is None:
             await self._pass(scope, receive, send)
@@ -92,7 +92,7 @@ class Door:
             await send({"type": "http.response.body", "body": text.encode()})
 
     def _answer(self, scope: dict[str, Any]) -> tuple[int, str] | None:
-        """(Status, text) of a request that is not let in; None if it is."""
+        """Returns (status, text) of the refusal of a request; None if the request may pass."""
         path, reads = scope["path"], scope.get("method") in ("GET", "HEAD")
         headers = {name.lower(): value for name, value in scope["headers"]}
         if path == "/health" and reads:
@@ -103,11 +103,11 @@ class Door:
         return None if reads else self._check_call(path, headers)
 
     async def _pass(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """What a request that is let in gets: the server."""
+        """Passes an accepted request to the server."""
         await self._app(scope, receive, send)
 
     def _check_call(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        """As `_answer`, of a call with a token that may change something: it needs the lease."""
+        """Checks the lease for a call with a token that may change something; returns as `_answer`."""
         whole = headers.get(LEASE.encode(), b"")
         lease, _, start = whole.partition(b".")
         now = time.monotonic()
@@ -121,9 +121,9 @@ class Door:
                 f"since {self._since} it is leased by {self._run}; expected a server that no other run uses: wait for "
                 f"the end of that run (if it is dead, {self._ends - now:.0f} s), or start another server"
             )
-        if path == RENEW and not self._lease:  # of a run that has given it back meanwhile
+        if path == RENEW and not self._lease:  # the run has released it meanwhile
             return 200, ""
-        if whole in self._given_back:  # a request that was on its way when its run ended
+        if whole in self._given_back:  # a request under way when its run ended
             return 423, "the run that makes the call has given its lease back; expected a run with a lease of its own"
         if lease and start not in self._starts:
             self._starts.append(start)

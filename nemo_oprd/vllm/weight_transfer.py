@@ -1,9 +1,9 @@
-"""One weight update: from the trainer's stream of tensors to all servers, with a proof that every byte has arrived.
+"""One weight transfer: from the trainer's stream of tensors to all servers, with a check that every byte has arrived.
 
 Every rank of the world takes part, because the stream is made by collectives of the trainer's ranks. A controller
-pauses its servers, sends the buckets, compares the digest that every worker computed from what it received with that of
-the first rank, names the version and resumes. What fails on one controller is known on all ranks after the phase in
-which it failed; a server that failed is restarted by the next attempt.
+pauses its servers, sends the buckets, compares the digest that every worker computed of the received tensors with that
+of the first rank, names the version and resumes. All ranks learn of a controller's failure after the phase in which it
+happened; the next attempt restarts the failed server.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
-from nemo_oprd.vllm.controlled import Controlled
+from nemo_oprd.vllm.controller import Controlled
 from nemo_oprd.vllm.placement import Place
 from nemo_oprd.vllm.sampling import GENERATE
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_group import Ended, Rendezvous, WeightGroup
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, Digest
 
-# The calls of a weight update to one server: wait until it is there, begin, receive, compare, sample again.
+# The calls of a weight transfer to one server: wait until it is healthy, begin, receive, compare, sample again.
 
 
 logger = logging.getLogger(__name__)
 
-# a bucket of 256 MB takes seconds; rebuilding a large layer takes longer
+# limit of loading a bucket: one of 256 MB takes seconds; rebuilding a large layer takes longer
 LOAD_TIMEOUT_S = 900.0
-# a whole model over a slow network
+# limit of receiving a whole model over a slow network
 RECEIVE_TIMEOUT_S = 4 * 3600.0
-# of a pause; then the log says what it waits for
+# seconds of a pause after which the log names its reason
 SAY_AFTER_S = 10.0
 _PROBE_SAMPLING = {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False}
 PROBE = {"token_ids": [1, 2], "sampling_params": _PROBE_SAMPLING}
@@ -46,14 +46,14 @@ PROBE = {"token_ids": [1, 2], "sampling_params": _PROBE_SAMPLING}
 
 @dataclass
 class UpdateCalls:
-    """The calls of one controller, and how far each of its servers is. All calls raise ServerDied and ServerRefused.
+    """The calls of one controller, and the state of each of its servers. All calls raise ServerDied and ServerRefused.
 
     Attributes:
         client: None on ranks that control no server; no call is made there.
         tensors: number of tensors of the model.
-        describe: raises ServerRefused unless a server's description is that of a server for this run.
+        describe: raises ServerRefused unless a server, by its description, fits this run.
         start_timeout: seconds until a server answers after its start.
-        response_timeout: seconds that a response may take, also one of somebody else.
+        response_timeout: seconds that a response may take, also another client's.
     """
 
     client: Client | None
@@ -62,7 +62,7 @@ class UpdateCalls:
     describe: Callable[[dict[str, Any], str], None]
     start_timeout: float
     response_timeout: float
-    _ready: dict[int, int] = field(default_factory=dict)  # server -> the generation that was found ready
+    _ready: dict[int, int] = field(default_factory=dict)  # server -> the generation that passed the checks
     _joined: set[int] = field(default_factory=set)  # servers that have a transport
     _begun: set[int] = field(default_factory=set)  # servers with an update that has begun and received nothing
     _broken: set[int] = field(default_factory=set)  # servers with an update that failed while they received it
@@ -73,18 +73,18 @@ class UpdateCalls:
         return self.client
 
     def forget(self, server: Server) -> bool:
-        """Forgets a server that died; whether it had been ready."""
+        """Forgets a server that died; returns whether it had been ready."""
         self._joined.discard(server.number)
         self._begun.discard(server.number)
         self._broken.discard(server.number)
         return self._ready.pop(server.number, None) is not None
 
     def updates_begin(self) -> None:
-        """From here on the servers receive something: an update that is given up can't be begun again."""
+        """Marks that servers now receive tensors: an update that fails from here on cannot be begun again."""
         self._begun.clear()
 
     async def prepare(self, server: Server) -> None:
-        """Waits until the server is there, pauses it, and begins an update."""
+        """Waits until the server is healthy, pauses it, and begins an update."""
         if self._ready.get(server.number) != server.generation:
             await self._wait_until_ready(server)
         if server.number in self._begun:
@@ -102,11 +102,11 @@ class UpdateCalls:
         self._begun.add(server.number)
 
     async def _pause(self, server: Server) -> None:
-        """Lets the server end what it samples, and begin nothing else.
+        """Lets the server finish its requests, and hold back new ones.
 
-        An endpoint may be in the middle of long responses of somebody else. It is watched while it ends them, so that
-        the wait is no death. The mode "wait" aborts nothing, and resets the prefix cache, which has keys of the old
-        weights.
+        An endpoint may be in the middle of long responses for another client. Health checks go on meanwhile, so that
+        the wait does not count as a death. The mode "wait" aborts nothing, and resets the prefix cache, which has keys
+        of the old weights.
         """
         own = self.places[server.number].url is None
         limit = CALL_TIMEOUT_S if own else self.response_timeout
@@ -121,19 +121,19 @@ class UpdateCalls:
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         waited = f"{server.name} did not end the responses under way within {limit:.0f} s"
-        if own:  # nobody else uses it
+        if own:  # it has no other client
             raise ServerDied(waited)
         raise ServerRefused(
             f"{waited}, expected it to be within rollout.vllm.request_timeout: does somebody else use this server?"
         )
 
     async def _wait_until_ready(self, server: Server) -> None:
-        """Waits until the server is healthy, is the right one and survives a request."""
+        """Waits until the server is healthy, fits the run and survives a request."""
         client = self._client
         await client.wait_until_healthy(server, self.start_timeout)
         for found in await client.ask_workers(server, "nemo_oprd_describe"):
             self.describe(found, server.name)
-        # an endpoint may have been left in the middle of an update, and paused
+        # an earlier run may have left an endpoint in the middle of an update, and paused
         await self._client.ask_workers(server, "nemo_oprd_give_up")
         await client.post_watched(server, "/resume")
         # a server whose kernels don't fit the model is healthy until its first request
@@ -141,7 +141,7 @@ class UpdateCalls:
         self._ready[server.number] = server.generation
 
     async def settle(self, server: Server) -> None:
-        """Waits until the server is there, and lets it give the memory of its GPUs back."""
+        """Waits until the server is healthy, and lets it give its GPU memory back."""
         await self._wait_until_ready(server)
         await self._client.post_watched(server, "/sleep?level=2&mode=wait")
 
@@ -160,12 +160,12 @@ class UpdateCalls:
         await self._load(server, {}, RECEIVE_TIMEOUT_S)
 
     async def _load(self, server: Server, info: dict[str, Any], timeout: float) -> None:
-        self._broken.add(server.number)  # unless it succeeds: workers may be in the middle of it
+        self._broken.add(server.number)  # until it succeeds: workers may be in the middle of it
         await self._client.post_watched(server, "/update_weights", {"update_info": info}, timeout=timeout)
         self._broken.discard(server.number)
 
     async def finish(self, server: Server, digest: str, version: str) -> None:
-        """Compares what all workers received, and lets the server sample from it."""
+        """Compares the digests of all workers, and lets the server sample from the weights."""
         received = await self._client.ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
         for worker, found in enumerate(received):
             stale = found.pop("stale", [])
@@ -191,10 +191,10 @@ class UpdateCalls:
 
 @dataclass
 class Failures:
-    """Servers that died in an attempt, and refusals, of which no repetition is expected to help.
+    """Servers that died in an attempt, and refusals, which a retry is not expected to cure.
 
-    `left`: servers that gave up an unfinished transfer of the group, with what they said. Some of that is a refusal,
-    and some follows from what another member did; see `judge`. `stopped`: how a signal ended the wait for a server.
+    `left`: servers that left an unfinished transfer of the group, with their errors. Some of these are refusals, and
+    some follow from another member's failure; see `judge`. `stopped`: how a signal ended the wait for a server.
     """
 
     died: dict[int, str] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Failures:
     stopped: str | None = None
 
     def note(self, server: int, error: BaseException) -> None:
-        """Takes up what a call to a server raised."""
+        """Records the error of a call to a server."""
         if isinstance(error, ServerDied):
             self.died.setdefault(server, str(error))
         elif isinstance(error, ServerRefused | ValueError):
@@ -214,7 +214,7 @@ class Failures:
             raise error
 
     def judge(self, ended: Ended | None, mine: Controlled) -> None:
-        """Which servers of this rank that left the group refused something; the others left because it was over."""
+        """Finds this rank's servers that left the group because of a refusal; the others left because it was over."""
         for number, said in self.left.items():
             if ended is None:
                 self.refused.append(said)
@@ -227,7 +227,7 @@ class Failures:
         return bool(self.died or self.refused or self.stopped)
 
     def shared(self) -> Failures:
-        """Those of all ranks."""
+        """Merges the failures of all ranks."""
         parts = everyones(self)
         died = {number: why for part in parts for number, why in part.died.items()}
         stopped = next((part.stopped for part in parts if part.stopped), None)
@@ -273,12 +273,12 @@ class WeightPush:
     def push(
         self, stream: Callable[[], Iterable[tuple[str, torch.Tensor]]], step: int, version: str | None = None
     ) -> str:
-        """Gives the weights to every server; returns their version.
+        """Sends the weights to every server; returns their version.
 
         Args:
             stream: the whole model; called on every rank, once per attempt.
             step: number of optimizer steps behind the weights, the first part of the version. The digest is the other.
-            version: of weights that some server has already; the stream must still have their bytes.
+            version: of weights that some servers have already; the stream must still have their bytes.
 
         Raises:
             ServerRefused: a server refuses, or died too often, or the weights are not those of `version` any more.
@@ -304,11 +304,11 @@ class WeightPush:
     def settle(self) -> None:
         """Waits for servers that share GPUs with the trainer, and lets them give the memory back.
 
-        A server measures what is free on its GPU while it starts, so it must have started before models are built.
+        A server measures its GPU's free memory while it starts, so it must have started before models are built.
         Every rank calls this.
 
         Raises:
-            ServerRefused: a server is not the right one, or died too often.
+            ServerRefused: a server does not fit the run, or died too often.
         """
         sleeping = {place.number for place in self._places if place.sleeps}
         while sleeping:
@@ -323,7 +323,7 @@ class WeightPush:
     def call_sleepers(self, path: str) -> None:
         """Calls the servers that share GPUs with the trainer, all at the same time (not yet run).
 
-        A dead one is found by the next update. Returns on every rank when all have answered; every rank calls this.
+        The next update finds dead ones. Returns on every rank when all have answered; every rank calls this.
 
         Raises:
             ServerRefused: a server refuses.
@@ -334,7 +334,7 @@ class WeightPush:
         failures.shared().check()
 
     def revive(self, died: dict[int, str]) -> None:
-        """Restarts servers that died; the next `push` waits for them and gives them the weights. Every rank calls this.
+        """Restarts dead servers; the next `push` waits for them and sends them the weights. Every rank calls this.
 
         `died`: per server, why; the same on every rank. Raises ServerRefused if a server died too often.
         """
@@ -360,7 +360,7 @@ class WeightPush:
     def _attempt(
         self, stream: Callable[[], Iterable], step: int, known: str | None
     ) -> tuple[Failures, str | None, Ended | None]:
-        """(What failed, the version that was sent, why the transfer of the group ended before its end)."""
+        """Tries one transfer; returns (the failures, the version sent, why the group's transfer ended early)."""
         failures = Failures()
         self._each(list(self._mine.servers), self._calls.prepare, failures)
         if failures := failures.shared():
@@ -387,7 +387,7 @@ class WeightPush:
         return failures.shared(), version, ended
 
     def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
-        """Calls `call` for servers of this rank at the same time, and notes which of them failed."""
+        """Runs `call` for servers of this rank concurrently, and records failures."""
         if self._mine.client is None or not numbers:
             return
 
@@ -400,7 +400,7 @@ class WeightPush:
                 failures.note(number, result)
 
     def _join(self, rendezvous: Rendezvous, failures: Failures) -> None:
-        """The workers and the first rank open the group; each waits for the others."""
+        """Opens the group on the workers and the first rank; each waits for the others."""
         opened = self._group.open(rendezvous)
         members = [number for number in self._mine.servers if number in rendezvous.first_ranks]
 
@@ -430,7 +430,7 @@ class WeightPush:
             receiving[number] = self._mine.client.start(self._calls.receive(self._mine.servers[number]))
             self._group.watch(number, receiving[number])
         if digest is None and not of_transport["file"] and self._handle_group is None:
-            for _ in weights:  # this rank takes part in making the stream, and sends nothing
+            for _ in weights:  # this rank only takes part in making the stream
                 pass
         else:
             self._send_buckets(weights, of_transport, digest, failures)
@@ -451,7 +451,7 @@ class WeightPush:
         digest: Digest | None,
         failures: Failures,
     ) -> None:
-        """Sends the stream bucket by bucket; adds it to `digest`, if there is one, and checks that nothing is missing.
+        """Sends the stream bucket by bucket; adds it to `digest`, if there is one, and checks that none is missing.
 
         `of_transport`: the servers of this rank.
         """
@@ -486,7 +486,7 @@ class WeightPush:
         handles = everyones(transport.memory_handle(bucket), self._handle_group)
         info = {"handles": dict(handles), "entries": bucket.describe(), "bytes": len(bucket.data)}
         self._update(servers, info, failures)
-        dist.barrier(group=self._handle_group)  # the bucket's memory is used again
+        dist.barrier(group=self._handle_group)  # the next bucket uses the same memory
 
     def _update(self, servers: list[int], info: dict[str, Any], failures: Failures) -> None:
         alive = [number for number in servers if number not in failures.died]
@@ -498,14 +498,14 @@ def _version(step: int, digest: str) -> str:
 
 
 def digest_in(version: str) -> str:
-    """The digest of the weights that have a version."""
+    """Returns the digest in the version of weights."""
     return version.partition("-")[2]
 
 
 def _make_room(places: list[Place], mine: Controlled, share: float) -> None:
-    """Frees the GPUs that servers share with the trainer: a server that starts measures what is free.
+    """Frees the GPUs that servers share with the trainer, whose free memory a server measures at its start.
 
-    No rank computes now. Raises ServerRefused if a GPU has less than `share`: the server would end again and again.
+    No rank computes now. Raises ServerRefused if a GPU has less than `share`: the server would fail at every start.
     """
     if not places:
         return

@@ -1,13 +1,13 @@
-"""The door of a teacher's server that several runs share: tokens, the calls that it takes, and states as their answers.
+"""Middleware of a teacher's server that several runs share: checks tokens and calls, and answers requests with states.
 
 `TeacherDoor` is ASGI middleware as `Door`, without a lease: what the server computes depends on its weights and on the
-request alone, so that runs can't disturb each other. Therefore it takes no call that would change the server, and of
-collective calls only those that describe the model and put the capture in place.
+request alone, so that runs can't disturb each other. Therefore it refuses calls that would change the server, and all
+collective calls but those that describe the model and install the capture.
 
 The body of a request to `STATES/NAME?bytes=N` is that of vLLM's `GENERATE`, with an ask for an answer of that name. Its
 HTTP answer is the file that the worker has written, byte by byte, so a run needs no folder in common with the server. A
-request waits here while the answers under way would take more than their share of shared memory. It needs
-the standard library alone.
+request waits here while the answers under way would exceed their share of shared memory. The module needs the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qs
 
-from nemo_oprd_asks import NAME, ROOM, STATES, AnswerFolder
-from nemo_oprd_door import Door
 from nemo_oprd_files import FOLDER
+from nemo_oprd_middleware import Door
+from nemo_oprd_requests import NAME, ROOM, STATES, AnswerFolder
 
 GENERATE, COLLECTIVE = "/inference/v1/generate", "/collective_rpc"
 METHODS = ("nemo_oprd_describe", "nemo_oprd_install")
-# of the free bytes in shared memory when the server starts, the part that answers may take
+# share of the free bytes in shared memory, at the server's start, that answers may take
 ROOM_SHARE = 0.5
 _CHUNK_BYTES = 4 << 20
 _MOST_DIGITS = 15
-# an answer that nobody has taken by then is of a request that was given up
+# an answer that was not fetched by then belongs to an aborted request
 _LEFT_S = 600.0
 
 
 class TeacherDoor(Door):
-    """See the module's docstring.
+    """The middleware of the module's docstring.
 
     Raises:
-        ValueError: as `Door`, and where the folder of answers is not this user's alone.
+        ValueError: as `Door`, and if others can enter the folder of answers.
     """
 
     def __init__(self, app: Any) -> None:
@@ -65,7 +65,7 @@ class TeacherDoor(Door):
             await self._app(scope, receive, send)
 
     async def _collective(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """A call of every worker, which has to be one of METHODS."""
+        """Passes a call of every worker on; its method has to be one of METHODS."""
         content = await _body(receive)
         try:
             asked = json.loads(content)
@@ -78,7 +78,7 @@ class TeacherDoor(Door):
         await self._app(scope, _replayed(content, receive), send)
 
     async def _states(self, name: str, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Lets the server compute, and sends the answer; nothing of it is left, whatever happens."""
+        """Lets the server compute, and sends the answer; always removes the answer's file."""
         size = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("bytes", [""])[0]
         if not NAME.fullmatch(name) or not (size.isdecimal() and len(size) <= _MOST_DIGITS):
             await _answer(send, 400, b"expected the name of an answer, and ?bytes= with its size")
@@ -103,7 +103,7 @@ class TeacherDoor(Door):
                     os.close(left)
 
     async def _computed(self, scope: dict[str, Any], receive: Any) -> tuple[int, bytes]:
-        """(Status, content) of the server's own answer, which is short."""
+        """Returns (status, content) of the server's own answer, which is short."""
         status, parts = 500, list[bytes]()
 
         async def keep(message: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class TeacherDoor(Door):
 
 
 class _Room:
-    """Bytes of answers that may be there at a time; one answer may always be."""
+    """The free bytes for answers; a single answer always fits."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.taken = limit, 0
@@ -126,7 +126,7 @@ class _Room:
 
     @asynccontextmanager
     async def of(self, size: int) -> AsyncIterator[None]:
-        """Waits for room."""
+        """Waits for room, and holds it within the context."""
         while self.taken and self.taken + size > self.limit:
             self._changed.clear()
             await self._changed.wait()
@@ -139,7 +139,7 @@ class _Room:
 
 
 async def _body(receive: Any) -> bytes:
-    """The body of a request."""
+    """Reads the body of a request."""
     parts, more = list[bytes](), True
     while more:
         message = await receive()
@@ -149,7 +149,7 @@ async def _body(receive: Any) -> bytes:
 
 
 def _replayed(content: bytes, receive: Any) -> Any:
-    """What a server receives from whose request the body was read before."""
+    """Returns a `receive` that gives the server a request's body that was read before."""
     given = False
 
     async def again() -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _replayed(content: bytes, receive: Any) -> Any:
 
 
 async def _send_file(send: Any, file: int) -> None:
-    """Answers with the content of a file, which is closed."""
+    """Sends the content of a file as the answer, and closes the file."""
     with os.fdopen(file, "rb") as stream:
         left = os.fstat(file).st_size
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(left).encode())]
