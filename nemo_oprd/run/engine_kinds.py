@@ -55,12 +55,12 @@ class EngineKind:
         in_process: it samples in the trainer's processes from a copy of the student, in their remaining memory.
         check: raises ValueError unless the engine is installed, or addressed, and can run the model; imports no torch.
         check_device: raises ValueError if it can't run the model on this machine; needs no process group.
-        trainer_ranks: of so many ranks, those that hold models of the trainer; the engine has the ranks after them.
-            Raises ValueError if none is left.
+        trainer_ranks: returns how many of the given ranks hold models of the trainer; the engine has the ranks after
+            them. Raises ValueError if none remains.
         groups: returns the groups that sample for a student on the given number of ranks.
         build: see `make_engine`.
-        sampled_with: entries of files that say how kept responses were sampled. Files of versions that had the
-            in-process engine alone lack them, so that one has none.
+        sampled_with: entries that identify the engine in files about kept responses. Files of versions that had only
+            the in-process engine lack them, so its entries are empty.
     """
 
     label: str
@@ -87,7 +87,7 @@ def make_engine(
     eos_ids: tuple[int, ...],
     sampled: TokenIds | None = None,
 ) -> RolloutEngine:
-    """Makes the engine of `config.rollout.engine`, without weights until `update_weights` or `load`. Every rank calls it.
+    """Makes the engine `config.rollout.engine`, without weights until `update_weights` or `load`. All ranks call this.
 
     An engine that is a separate program starts in the background, while models are loaded.
 

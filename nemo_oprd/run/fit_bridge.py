@@ -226,7 +226,7 @@ def fit_bridge(spec: RunSpec) -> None:
 
 
 def _without_sequence_parallelism(spec: RunSpec) -> RunSpec:
-    """Switches it off, so that tensor ranks have all rows and can share pairs; refuses experts, which need it."""
+    """Switches sequence parallelism off, so that tensor ranks have all rows to share pairs; refuses experts."""
     student, layout = spec.config.student, replace(spec.student_layout, sequence=False)
     check_experts_train(spec.models.student.spec, layout)
     parallel = replace(student.parallel, sequence=False)
@@ -313,7 +313,7 @@ def _all_gather(value: Any) -> list[Any]:
 
 
 def _rank_table(layers: dict[str, Any]) -> str:
-    """Formats one line per layer pair: the ranks that the pair alone would choose, and its cosine at the chosen rank."""
+    """Formats a line per layer pair: the ranks that the pair alone would choose, and its cosine at the chosen rank."""
     lines = ["pair        r*  crossing  held-out cosine"]
     for key, report in layers.items():
         cosine = report["held_out_cosine"]

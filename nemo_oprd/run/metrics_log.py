@@ -104,7 +104,7 @@ class MetricsLog:
             self._wandb.log({"step": step, **metrics})
 
     def history(self, metric: str) -> dict[int, float]:
-        """Returns step -> finite value of a metric in this run, also from before a resume; {} on all but the first rank."""
+        """Returns step -> finite value of a metric in this run, also before a resume; {} on all but the first rank."""
         return {record["step"]: record[metric] for record in self._records() if record.get(metric) is not None}
 
     def evaluated(self, step: int) -> bool:

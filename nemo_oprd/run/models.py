@@ -187,7 +187,7 @@ class RunFiles:
         return ModelFiles(model, ChatTemplate(file, own.chat_template_args, own.system_prompt, keys))
 
     def conversations(self) -> dict[str, dict[str, Any]]:
-        """Returns, by role, the rendering settings of each model that reads prompts; of a teacher only with own prompts."""
+        """Returns by role the rendering settings of models that read prompts; of teachers only with own prompts."""
         if self._replays:
             return {}
         found = {"student": self.student.tokenizer.conversation()}
@@ -389,7 +389,7 @@ def _build_teacher(
         # a moving average is saved in checkpoints, and Megatron saves a model only with its head
         head = kind.averages or needs.teacher_logprobs
         depth = needs.teacher_depth(student.objective, number)
-        # the student's weights are used in the student's precision and kernels
+        # a teacher with the student's weights routes in the student's precision
         router_dtype = None if kind.own_model else config.student.router_dtype
         chunks = files.build(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
         for chunk in chunks:
