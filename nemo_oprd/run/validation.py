@@ -133,7 +133,7 @@ class Validation:
         if self._begun is None or self._evaluator is None or self._beside is None:
             return
         (done, generations), self._begun = self._begun, None
-        self._beside.drop()  # requests not made before all responses of training were complete
+        self._beside.drop()  # `evaluate` now samples the requests that were not made
         try:
             metrics = self._evaluator.evaluate(lambda: self._engine, generations)
         except GenerationCancelled:  # a signal ended the wait for a server; the last checkpoint has it as deferred

@@ -51,7 +51,7 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
     is_idle = is_idle and code != 0 and not waiting.has_abandoned()
     if watchdog.current() is None and is_idle:
         sys.exit(code)
-    # other ranks may have died in a collective, and closing the communicators would wait for them; so would the
+    # other ranks may have died in a collective, and closing the communicators would wait for them; so would
     # interpreter for a thread that writes to a disk that hangs, or waits for another rank
     sys.stdout.flush()
     sys.stderr.flush()

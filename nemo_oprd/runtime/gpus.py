@@ -1,7 +1,7 @@
 """Checks that a process has the GPUs which its launcher promises, and that this project runs on them.
 
-There is no silent fallback to CPUs, e.g. for an old driver: if a launcher gives GPUs and torch sees none, a command ends
-at once with torch's own reason. Importing this module does not import torch; nor does a check without a promised GPU.
+There is no silent fallback to CPUs, e.g. for an old driver: if a launcher gives GPUs and torch sees none, a command
+ends at once with torch's own reason. Importing this module imports no torch; nor does a check without promised GPUs.
 """
 
 from __future__ import annotations

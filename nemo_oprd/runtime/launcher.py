@@ -37,7 +37,7 @@ def report(message: str) -> None:
 
 
 def neighbour_reported(within_s: float = 0.0) -> bool:
-    """Returns whether another rank of this machine writes an error file `within_s` seconds; without torchrun, sleeps."""
+    """Returns whether another rank of this machine writes an error file `within_s` seconds; sleeps without torchrun."""
     file, deadline = _error_file(), time.monotonic() + within_s
     while True:
         others = set() if file is None else set(file.parent.parent.glob(f"*/{file.name}")) - {file}

@@ -40,7 +40,7 @@ class Maker:
 
 
 def _has_run_config(directory: Path) -> bool:
-    """Returns whether config.yaml is a complete configuration, as a run writes it, and not another file of that name."""
+    """Returns whether config.yaml is the complete configuration of a run, and not another file of that name."""
     groups = set(re.findall(rb"^(\w+):", _content(directory / "config.yaml"), flags=re.MULTILINE))
     return {b"output", b"student", b"teacher", b"loss", b"rollout", b"train"} <= groups
 
