@@ -47,7 +47,7 @@ class Key:
 
     @property
     def meaning(self) -> str:
-        """Returns the first paragraph of the field's docstring, in one line. Raises KeyError for a field without one."""
+        """Returns the first paragraph of the field's docstring, in one line. Raises KeyError if it has none."""
         return self._paragraphs[0]
 
     @property

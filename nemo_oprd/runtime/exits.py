@@ -51,7 +51,7 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
     is_idle = is_idle and code != 0 and not waiting.has_abandoned()
     if watchdog.current() is None and is_idle:
         sys.exit(code)
-    # other ranks may have died in a collective, and closing the communicators would wait for them; so would
+    # other ranks may have died in a collective, and closing the communicators would wait for them; so would the
     # interpreter for a thread that writes to a disk that hangs, or waits for another rank
     sys.stdout.flush()
     sys.stderr.flush()
@@ -91,7 +91,7 @@ def _report(error: Exception) -> int:
         if watch.failure(wait_s) is not None:
             return launcher.code_beside_failure()
         if watch.fails_first():
-            _print(error, message)  # before the others are notified: a launcher ends this rank as soon as they have ended
+            _print(error, message)  # before the others learn of it: a launcher ends this rank after them
             watch.tell_failure(message or repr(error))
     else:
         if not first and launcher.neighbour_reported(wait_s):

@@ -86,7 +86,7 @@ class Signals:
 
 
 def agree(device: torch.device, *flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
-    """Returns per flag whether any rank of the group (None: of the world) has set it. All ranks of the group call it."""
+    """Returns per flag whether any rank of the group (None: of the world) has set it. All its ranks call this."""
     import torch
     import torch.distributed as dist
 

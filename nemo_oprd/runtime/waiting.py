@@ -34,8 +34,8 @@ def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> 
     """Runs `work` in a thread; returns its result or raises its exception.
 
     Args:
-        what: returns the cause of the wait and the fix, as in "rank(s) 1: start them". Called whenever a line is due; no
-            line is printed if it is empty, because another rank prints it.
+        what: returns the cause of the wait and the fix, as in "rank(s) 1: start them". Called whenever a line is due;
+            no line is printed if it is empty, because another rank prints it.
 
     Raises:
         ValueError: the wait took longer than `limit_s` seconds.

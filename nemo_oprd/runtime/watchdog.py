@@ -198,7 +198,7 @@ class Watchdog:
         return _gone_message(dead) if dead else None
 
     def _silent(self, heard: dict[int, tuple[str, float]]) -> str | None:
-        """Updates `heard` (rank -> last heartbeat, its time); returns the message about a rank that is silent too long."""
+        """Updates `heard` (rank -> last heartbeat, its time); returns the message about a rank silent for too long."""
         for rank, (value, since) in heard.items():
             now = self._read(f"alive/{rank}") or ""
             if now not in (value, "done"):
