@@ -1,4 +1,4 @@
-"""The keys of `rollout`, for sampling from the student, and of vLLM servers of student and teachers; see `schema.py`."""
+"""The keys of `rollout`, for sampling from the student, and of vLLM servers for student or teacher; see `schema.py`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class YamlFile:
 
 
 def composed_files(directory: Path, name: str, choices: dict[str, Any]) -> list[YamlFile]:
-    """Returns the files that Hydra composes for configuration `name`, in its order: a later file overrides earlier ones.
+    """Returns the files that Hydra composes for configuration `name`, in its order: later files override earlier ones.
 
     Args:
         choices: files that the command line chooses, by their folder.
