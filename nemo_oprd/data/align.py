@@ -84,7 +84,7 @@ def map_ends(spans: np.ndarray, ends_other: np.ndarray) -> np.ndarray:
 
 
 def bytes_outside(spans: np.ndarray, length: int) -> np.ndarray:
-    """Returns int64 [length + 1]: the number of bytes of the text before each offset that belong to no run of `spans`."""
+    """Returns int64 [length + 1]: the number of bytes of the text before each offset that are in no run of `spans`."""
     outside = np.ones(length, dtype=np.int64)
     for i, _, n in spans.tolist():
         outside[i : i + n] = 0
@@ -131,7 +131,7 @@ def _common_prefix(a: bytes, b: bytes, i: int, j: int) -> int:
 
 
 def _resume(a: bytes, b: bytes, i: int, j: int) -> tuple[int, int] | None:
-    """Returns the positions from i in `a` and j in `b` where both agree again; None if none is found."""
+    """Returns the fewest bytes to skip in `a` from i and in `b` from j until both agree again; None if none is found."""
     for length, reach in ANCHORS:
         best: tuple[int, int] | None = None
         for skip_a in range(min(reach, len(a) - i - length) + 1):

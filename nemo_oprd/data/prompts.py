@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def asked(self) -> int:
-        """Returns the index of the message with the problem: the last one, or the user's before the results of calls."""
+        """Returns the index of the message with the problem: the last one, or the user's before results of calls."""
         last = len(self.messages) - 1
         if self.messages[last]["role"] not in TOOL_ROLES:
             return last

@@ -31,7 +31,7 @@ INSTRUCTION_WORDS, INSTRUCTION_SHARE = 5, 0.5
 
 
 def normalize(text: str) -> str:
-    r"""Returns the normal form of a text: Unicode's NFKC, no capitals or typesetting, single spaces, none beside a mark.
+    r"""Returns a text's normal form: Unicode's NFKC, no capitals, no typesetting, single spaces, none beside a mark.
 
     Example: `normalize("Find  $x + 1$ .") == "find x+1."`.
     """
@@ -47,7 +47,7 @@ def words_of(normal: str) -> list[str]:
 def identity(prompt: Prompt, suffix: str | None = None) -> str:
     """Returns the text that identifies a problem: normal forms of all its messages, without `suffix` at its end.
 
-    It includes the other fields that a chat template reads, such as calls and tools. Prompts with one identity are the same
+    It includes all else that a chat template reads, such as calls and tools. Prompts with one identity are the same
     problem: they count as duplicates, and a held-out split keeps them together.
     """
     parts = [normalize(message.get("content") or "") for message in prompt.messages]

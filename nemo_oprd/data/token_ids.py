@@ -1,7 +1,7 @@
 """Sets of token ids: the ids that an engine may sample, and the ids that two models share.
 
 A model has rows for `vocab_size` ids, often more than its tokenizer has tokens: the embedding is padded, and added
-tokens may leave gaps. A row without a token is trained by nobody, so whatever it is given, it must not be sampled.
+tokens may leave gaps. A row without a token is never trained, so an engine must not sample it.
 
 No torch, because the client process of vLLM servers imports this module.
 """
