@@ -131,7 +131,7 @@ def _common_prefix(a: bytes, b: bytes, i: int, j: int) -> int:
 
 
 def _resume(a: bytes, b: bytes, i: int, j: int) -> tuple[int, int] | None:
-    """Returns the fewest bytes to skip in `a` from i and in `b` from j until both agree again; None if none is found."""
+    """Returns the fewest bytes to skip in `a` from i and in `b` from j until both agree again; None if not found."""
     for length, reach in ANCHORS:
         best: tuple[int, int] | None = None
         for skip_a in range(min(reach, len(a) - i - length) + 1):

@@ -191,7 +191,7 @@ class Comparison:
         return kept if all(kept.get(key) == value for key, value in settings.items()) else None
 
     def _write(self, name: str, result: dict[str, Any], responses: list[Response]) -> None:
-        """Removes an older NAME.json, then writes the responses and NAME.json last: its presence means both are whole."""
+        """Removes an older NAME.json, then writes the responses and NAME.json last: if it exists, both are complete."""
         (self.options.output / f"{name}.json").unlink(missing_ok=True)
         lines = (
             {

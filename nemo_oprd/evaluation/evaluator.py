@@ -166,7 +166,7 @@ class Evaluator:
         prefix: str = "",
         should_cancel: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
-        """Returns the metrics `val/<set>/<prefix>avg@k` etc., the same on all ranks. Every rank calls this; rank 0 grades.
+        """Returns metrics `val/<set>/<prefix>avg@k` etc., the same on all ranks. All ranks call this; rank 0 grades.
 
         Intervals and the metrics of subjects and levels are in evaluation.json only.
 
@@ -283,7 +283,7 @@ class Evaluator:
             progress.close()
 
     def _facts(self, name: str) -> list[dict[str, str]]:
-        """Returns the fields of each problem in a set's lines, so that `nemo-oprd grade` needs neither data nor a model."""
+        """Returns the fields of each problem in a set's lines: `nemo-oprd grade` needs neither data nor a model."""
         grader = self.config.evaluation.graders.get(name)
         facts = ({**{fact: getattr(each, fact) for fact in FACTS}, "grader": grader} for each in self.sets[name])
         return [{fact: value for fact, value in each.items() if value is not None} for each in facts]

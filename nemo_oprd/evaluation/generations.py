@@ -7,7 +7,7 @@
 `grading/grade_sets.py` writes the grades and the metrics.
 
 Every call appends to a part and flushes it to the operating system, so it outlives a killed process. Its last line may
-be damaged and is then sampled again. The other files appear whole or not at all. This module neither samples nor grades.
+be damaged and is then sampled again. The other files appear whole or not at all. This module does not sample or grade.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Generations:
         self.about = {"format": FORMAT, **json.loads(json.dumps(about))}
 
     def difference(self) -> str | None:
-        """Returns one line on why the directory's responses are of another evaluation; None if they match or are absent."""
+        """Returns one line if the directory holds responses of another evaluation, which names the difference; else None."""
         file = self._responses / ABOUT
         if not file.exists():
             kept = self._responses.exists() and any(self._responses.glob("*.jsonl"))

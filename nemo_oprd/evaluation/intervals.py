@@ -22,7 +22,7 @@ import numpy as np
 
 N_GRAM = 4
 DIVERSITY = "dist_4g"
-# The meaning of every metric of an evaluation set, by its name without a number of samples: `avg` stands for avg@4. n is
+# The meaning of each metric of an evaluation set, by its name without a number of samples: `avg` stands for avg@4. n is
 # the number of responses to a problem, k that of a subset of them. The report shows it, and docs/evaluation.md has it.
 MEANINGS = {
     "avg": "mean share of right responses among a problem's n",
