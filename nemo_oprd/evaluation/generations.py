@@ -138,7 +138,7 @@ class Generations:
         self.about = {"format": FORMAT, **json.loads(json.dumps(about))}
 
     def difference(self) -> str | None:
-        """Returns one line if the directory holds responses of another evaluation, which names the difference; else None."""
+        """Returns a line about the difference if the directory holds responses of another evaluation; else None."""
         file = self._responses / ABOUT
         if not file.exists():
             kept = self._responses.exists() and any(self._responses.glob("*.jsonl"))

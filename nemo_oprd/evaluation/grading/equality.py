@@ -116,7 +116,7 @@ def settle(given: str, answer: str) -> bool | None:
 
 
 def pairs(given: str, answer: str) -> Iterator[tuple[str, str]]:
-    """Yields the (reference, given) pairs for math-verify, one of which must be equal: as written, and by each reading."""
+    """Yields (reference, given) pairs for math-verify, one of which must be equal: as written, and by each reading."""
     wanted, found = clean(answer), clean(given)
     wanted, found = _in_order(wanted, found), _in_order(found, wanted)
     yield wanted, found
@@ -155,7 +155,7 @@ def _in_order(one: str, other: str) -> str:
 
 
 def _meaning(text: str, other: str) -> str:
-    """Converts a cleaned answer: degrees to radians, if the other answer has radians, and exponents to exact ones."""
+    """Converts degrees to radians where the other answer or a function needs them, and exponents to exact ones."""
     marked = _DEGREES.sub(_DEGREE, text)
     if _DEGREE in marked and (_PI.search(other) or _TRIGONOMETRY.search(text)):
         radians = _IN_DEGREES.sub(r"(\\frac{\1}{180}\\pi)", clean(marked))

@@ -98,10 +98,10 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
+    """Returns the content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
 
     Boxes side by side are one list, with the brackets around them and, if all have one, the names before them. A box
-    that is written again counts once. Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off
+    that is repeated counts once. Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off
     is ignored.
 
     Example: `extract_boxed(r"$x = \\boxed{1}$ and $y = \\boxed{2}$.") == "x = 1, y = 2"`.
@@ -143,7 +143,7 @@ def _last_boxes(text: str) -> list[_Box]:
 
 
 def _are_one_answer(text: str, end: int, begin: int) -> bool:
-    """Returns whether the text between two boxes joins them: spaces in one line and formula, or a comma, `and`, `or`."""
+    """Returns whether the text between two boxes joins them: spaces in a line and formula, or a comma, `and`, `or`."""
     found = _GAP.fullmatch(text, end, begin) if begin - end <= _GAP_LENGTH else None
     return found is not None and bool(_JOINS.search(found[1]) or not _SEPARATES.search(found[1]))
 
@@ -214,7 +214,7 @@ def extract_answer_line_or_boxed(text: str) -> str | None:
 
 
 def extract_number(text: str) -> str | None:
-    r"""Returns the final number: in the last box, `Answer:`, `answer is` or `####`, whichever is last; else the last one.
+    r"""Returns the number at the last mark (box, `Answer:`, `answer is` or `####`); without a mark, the last number.
 
     It is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number, and what is marked as the
     answer and is no number, such as `3\sqrt{2}` or two boxes side by side, is none. A heading of Markdown that begins
@@ -248,7 +248,7 @@ def _last_number(text: str) -> str | None:
 
 
 def marked_number(text: str) -> str | None:
-    """Returns the text marked as the answer: by a box, `Answer:`, or `####` or `answer is` before a number; else None."""
+    """Returns the text marked as answer: by a box, `Answer:`, or `####` or `answer is` before a number; else None."""
     return _last_marked(text, (_ends_of(_ANSWER), _ends_of_hashes, _ends_of_statements), several="")
 
 
@@ -311,7 +311,7 @@ def extract_exact(text: str) -> str | None:
 
 
 def reference(answer: str) -> str:
-    """Returns the final answer of a reference answer: the part that `####` or `Answer:` marks in its last line, else all.
+    """Returns the final answer of a reference answer: the part after `####` or `Answer:` in its last line, else all.
 
     Example: `reference("She has 4 + 3 = 7 eggs.\\n#### 7") == "7"`.
     """

@@ -91,7 +91,7 @@ def _math_verify_version() -> str:
 
 @lru_cache(maxsize=100_000)
 def _judged(extracted: str, answer: str, by_text: bool) -> Judgement:
-    """Judges with a cache: most samples of a problem give one of a few answers; math-verify takes milliseconds for each."""
+    """Judges with a cache: a problem's samples give few different answers; math-verify takes milliseconds for each."""
     return judge(extracted, answer, both=True, by_text=by_text)
 
 

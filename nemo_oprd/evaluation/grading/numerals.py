@@ -90,7 +90,7 @@ class Numeral:
 
 
 def read(text: str) -> Numeral | None:
-    r"""Returns the number of a text that holds nothing else but words before it and a unit or a remark after it, or None.
+    r"""Returns the number of a text with only words before it and a unit or a remark after it; None for other texts.
 
     Example: `read(r"\$2.5 million in all").value == 2_500_000`, `read(r"3\sqrt{2}") is None`.
     """
@@ -120,7 +120,7 @@ def read(text: str) -> Numeral | None:
 
 
 def _ends(tail: str) -> bool:
-    """Returns whether a number ends before `tail`: a unit, a remark, a clause or nothing, but no further mathematics."""
+    """Returns whether a number ends before `tail`: a unit, a remark, a clause or nothing, but no more mathematics."""
     closing = _CLOSING.match(tail)
     assert closing is not None
     tail, glued = tail[closing.end() :], not closing.group()

@@ -167,7 +167,7 @@ def grade(options: GradeOptions) -> None:
 
 
 def _grade(loaded: Sequence[Loaded]) -> tuple[list[list[GradedSet]], dict[str, dict[str, Any]]]:
-    """Returns (each evaluation's grades, label of an evaluation -> its metrics), both in the order of the evaluations."""
+    """Returns (each evaluation's grades, label of an evaluation -> its metrics), both in the evaluations' order."""
     graded: list[list[GradedSet]] = []
     rows: dict[str, dict[str, Any]] = {}
     for number, each in enumerate(loaded, 1):

@@ -135,7 +135,7 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 
 def canonical(text: str) -> str:
-    """Returns the canonical spelling: cleaned, spaces only between digits, one form per decimal, words in lower case."""
+    """Returns the canonical spelling: cleaned, spaces only between digits, one form per number, words in lower case."""
     text = re.sub(r"\s+", " ", clean(text))
     number = NUMBER.fullmatch(text)  # before spaces go: "1, 200" is a list, "1,200" is a number
     if number and (number[2] or number[3]):
@@ -211,7 +211,7 @@ def _conjoined(text: str) -> str:
 
 
 def _intervals(text: str) -> list[tuple[str, str]]:
-    """The (letter, interval) of an inequality without `or`, two of them for `x \\ne 3`; [] for other texts."""
+    """Returns (letter, interval) of an inequality without `or`, two of them for `x \\ne 3`; [] for other texts."""
     parts, unequal = _AND.split(text), _UNEQUAL.fullmatch(text.strip())
     between = _BETWEEN.fullmatch(text.strip()) if len(parts) == 1 else None
     if between is not None:
@@ -251,7 +251,7 @@ def _bound(letter: str, relation: str, value: str) -> _Bound:
 
 
 def is_interval(text: str) -> bool:
-    """Whether a cleaned answer is an interval or a union of intervals, perhaps after `x \\in`."""
+    """Returns whether a cleaned answer is an interval or a union of intervals, perhaps after `x \\in`."""
     return re.fullmatch(r"(?:[a-zA-Z]\s*\\in\s*)?[(\[].*,.*[)\]]", text, re.DOTALL) is not None
 
 
