@@ -17,7 +17,7 @@ a role that it does not have take part in the transfers and return None.
     metrics, and times of all phases  run/step_recorder.py, metrics_log.py, timeline.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, `run/preflight.py` checks and resolves the configuration: `run/resolve.py` says what the run is,
+Before the loop, `run/preflight.py` checks and resolves the configuration: `run/resolve.py` derives the run:
 its models, layers and layouts, and `run/training.py` builds its parts.
 """
 

@@ -221,5 +221,5 @@ def _compared(
 
 
 def _rounds(chunk: DistillingModel) -> bool:
-    """Whether a chunk's float32 products are TF32."""
+    """Returns whether a chunk's float32 products are TF32."""
     return chunk.backend == "transformer_engine" and torch.cuda.is_available()

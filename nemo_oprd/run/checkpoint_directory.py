@@ -176,7 +176,7 @@ def refuse_damage(directory: Path, *, together: bool) -> None:
 
 
 def has_digests(directory: Path) -> bool:
-    """Whether a complete checkpoint has digests: earlier versions wrote sizes alone."""
+    """Returns whether a complete checkpoint has digests: earlier versions wrote sizes alone."""
     return DIGESTS in _load_state(directory)
 
 

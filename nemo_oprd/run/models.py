@@ -75,7 +75,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the model's directory.
+        """Loads the tokenizer in the model's directory.
 
         Raises:
             ValueError: there is no tokenizer, or the chat template cannot be used.
@@ -89,7 +89,7 @@ class ModelFiles:
 
     @cached_property
     def read(self) -> TensorReader:
-        """The reader of the weights, opened on first access and kept until `close`.
+        """Returns the reader of the weights, opened on first access and kept until `close`.
 
         Raises:
             ValueError: as `open`.
@@ -98,7 +98,7 @@ class ModelFiles:
 
     @property
     def weights_directory(self) -> Path:
-        """The HF directory or the Megatron checkpoint that holds the weights."""
+        """Returns the HF directory or the Megatron checkpoint that holds the weights."""
         return checkpoint_directory(Path(self.source.path))
 
     @cached_property

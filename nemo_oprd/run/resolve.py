@@ -59,7 +59,7 @@ class ResolvedTeacher:
 
     @property
     def spec(self) -> ModelSpec:
-        """The teacher's architecture."""
+        """Returns the teacher's architecture."""
         return self.model.spec
 
 

@@ -166,7 +166,7 @@ class RolloutFile:
 
 
 class RolloutFiles:
-    """Writes files as `rollout.replay.write_rollouts` does, byte for byte, while the run goes on.
+    """Writes files as `rollout.replay.write_rollouts` does, byte for byte, while the run continues.
 
     Args:
         decode: makes the field `response`; None: the field is unchanged.

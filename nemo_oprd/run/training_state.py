@@ -264,7 +264,7 @@ def save_checkpoint(
 
 
 def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) -> dict[str, Any]:
-    """The settings that a resumed run must share with its checkpoint; all others may change, above all the layout."""
+    """Returns the settings that a resumed run must share with its checkpoint; others may change, e.g. the layout."""
     averages = TEACHER_KINDS[config.teacher.weights].averages
     return {
         "seed": config.seed,

@@ -49,7 +49,7 @@ def check_output(output: str | Path, key: str = "output") -> None:
 
 
 def check_place(output: str | Path, key: str) -> None:
-    """Raises ValueError, naming the option `key`, for a directory that no command may fill, whoever is its owner."""
+    """Raises ValueError, naming the option `key`, for a directory that no command may fill, with any owner."""
     place = _shared_place(Path(output))
     if place is not None:
         raise ValueError(

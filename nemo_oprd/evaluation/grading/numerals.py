@@ -1,7 +1,7 @@
 r"""Reads one number as people write it, exactly: `\frac{3}{4}`, `1.5 \times 10^3`, `2^{10}`, `2.5 million`, `\$1,200`.
 
 A text is read as a whole or not at all. Words may precede the number, and a unit, a remark or a clause follow it;
-a text that goes on with mathematics (`3\sqrt{2}`, `48 + 24`) or with a further number (`72 or 73`) has no value here.
+a text that continues with mathematics (`3\sqrt{2}`, `48 + 24`) or with a further number (`72 or 73`) has no value here.
 
 Every function takes time linear in the length of the text.
 """
