@@ -90,7 +90,7 @@ class BridgeConfig:
 
 @dataclass(config=STRICT)
 class AlignmentConfig:
-    """Which hidden state of the teacher is compared with which one of the student, where the teacher reads text.
+    """The choice of the teacher's hidden state for each one of the student, if the teacher reads text.
 
     The partner of a student's token is the last token of the teacher that ends at or before the end of the student's
     token.
