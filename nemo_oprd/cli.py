@@ -1,4 +1,4 @@
-"""The command line: which commands there are. What a command takes and does is in the module that the table names.
+"""The command line: a table of the commands. Each command's options and work are in the module that the table names.
 
     nemo-oprd toy --output DIR                                    a small model pair and its prompts
     torchrun ... -m nemo_oprd train --config-name NAME [k=v]      on several GPUs, as all that run models
@@ -9,7 +9,7 @@ command is an entry of `COMMANDS`, and a module with
     add_arguments(parser)          its options
     run(options) -> int | None     what it does; the exit code, 0 if None (`runtime/exits.py` has the others)
 
-Only the module of the command that was called is imported. It imports in `run` what is slow to import, so that `--help`
+Only the module of the command that was called is imported. It imports slow packages inside `run`, so that `--help`
 and mistakes show at once.
 """
 
@@ -94,7 +94,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Returns the parser of all commands."""
     parser = Parser(prog="nemo-oprd", description="On-policy representation distillation on Megatron-core.")
     parser.add_argument("--version", action="version", version=f"nemo-oprd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None, *, alone: bool | None = None) -> None:
     """Runs the command line `arguments` (None: that of this process), and exits with a nonzero code on failure.
 
-    `alone` is that of `run_as_command`; by default it is whether the command line is that of this process.
+    `alone` is passed to `run_as_command`; by default it is true if the command line is that of this process.
     """
     options = make_parser().parse_args(arguments)
 

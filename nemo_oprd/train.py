@@ -14,10 +14,10 @@ a role that it does not have take part in the transfers and return None.
     an engine's log-probabilities     distillation/sampling_check.py compares them with the student's
     validation sets                   run/validation.py
     checkpoints                       run/checkpointer.py says when, training_state.py writes and loads them
-    metrics, and when what happened   run/step_recorder.py, metrics_log.py, timeline.py
+    metrics, and times of all phases  run/step_recorder.py, metrics_log.py, timeline.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, `run/preflight.py` checks and resolves the configuration: `run/resolve.py` says what the run is,
+Before the loop, `run/preflight.py` checks and resolves the configuration: `run/resolve.py` derives the run:
 its models, layers and layouts, and `run/training.py` builds its parts.
 """
 
@@ -98,10 +98,10 @@ def accumulate_gradients(
     keep: bool = False,
     whole_gradients: bool = False,
 ) -> StepResult:
-    """The gradient of one batch, group by group of microbatches, with its metrics.
+    """Accumulates the gradient of one batch, group by group of microbatches; returns its result with the metrics.
 
     Args:
-        kept: what an earlier update on the same rollouts has returned.
+        kept: the results of an earlier update on the same rollouts.
         keep: whether another update on the same rollouts follows.
         whole_gradients: every student rank ends up with complete gradients, also under the distributed optimizer.
     """

@@ -1,1 +1,1 @@
-"""The commands that train, sample, measure and prepare, one file each: options. The work is in the rooms below."""
+"""The commands that train, sample, measure and prepare: one file each, with the options. Other packages do the work."""

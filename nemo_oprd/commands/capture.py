@@ -1,4 +1,4 @@
-"""`capture`: hidden states of a model behind a vLLM server that has proven them, for whoever trains on such states."""
+"""`capture`: writes hidden states of a vLLM server, checked against transformers, for other training programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compare`: one or several students against their teacher, on the teacher's responses and on their own."""
+"""`compare`: compares one or several students with their teacher, on the teacher's responses and on their own."""
 
 from __future__ import annotations
 

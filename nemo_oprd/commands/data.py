@@ -1,7 +1,7 @@
-"""`nemo-oprd data`: what a run would do to its prompts, without a model.
+"""`nemo-oprd data`: shows how a run would prepare its prompts, without a model.
 
-It reads the files, and says what the log of a run says about the suffix, held-out problems, duplicates, weights and
-contamination. Where the student's tokenizer is there, it shows a prompt of each data source as the student reads it.
+It reads the files, and prints the lines of a run's log about the suffix, held-out problems, duplicates, weights and
+contamination. If the student's tokenizer exists, it shows a prompt of each data source as the student reads it.
 Lengths in tokens are checked by `train` and `doctor`.
 """
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints what would be done to the prompts, one line each, and an example of each file as the template gets it.
+    """Prints one line for each step of the preparation, and an example of each file as the template gets it.
 
     Raises:
         ValueError: a file cannot be read, or `train` would refuse the prompts.
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _rendered(config: Config, prompts: list[Prompt]) -> list[str]:
-    """Lines with a prompt of each data source in the student's chat template, and with what the template leaves out."""
+    """Returns lines: a prompt of each data source in the student's chat template, and the fields that it leaves out."""
     directory = Path(config.student.hf_path or "")
     if config.student.hf_path is None or not directory.is_dir():
         return ["data.train: no prompt is shown as the student reads it, because student.hf_path is no directory here"]

@@ -1,4 +1,4 @@
-"""`nemo-oprd families`: which model families run, who builds them, how they were tried, and what of them is refused.
+"""`nemo-oprd families`: lists the supported model families, their builders, their tests, and the refused features.
 
 The tables are written by hand beside the code that they describe; nothing is built or measured here.
 """
@@ -13,16 +13,16 @@ from nemo_oprd.models.megatron_bridge_families import KINDS, NEEDED_VERSION, REF
 
 _HEADINGS = ("family", "route", "layouts compared with transformers", "engines", "refused")
 _OWN_LAYOUTS = "TP, SP, PP, VPP, CP, DP, recompute"
-# what special parts of each own family are refused is said when its config.json is read
+# the refused special parts of each own family are reported when its config.json is read
 _ENGINES = {"own": "in-process, vllm", "bridge": "in-process without a cache (slow); vllm not tried"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Adds no option."""
 
 
 def rows() -> list[tuple[str, str, str, str, str]]:
-    """The lines of the table, without the headings."""
+    """Returns the lines of the table, without the headings."""
     found = [
         (name, "own", f"{_OWN_LAYOUTS}{', EP' if name in ('mixtral', 'qwen3_moe') else ''}", _ENGINES["own"], "")
         for name in sorted(FAMILIES)

@@ -1,4 +1,4 @@
-"""`grade`: grades kept responses again, needs no model and imports no torch."""
+"""`grade`: grades kept responses again; needs no model and imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they stand for."""
+"""Options that several commands share, and the configuration, run or file that their values name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nemo_oprd.runtime import disk, output_directories
 
 
 def positive(text: str) -> int:
-    """The type of options that count something."""
+    """Parses the value of an option that counts something; the option's `type`."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The configuration of the commands that have one: `config_of` and `run_of` read it."""
+    """Adds the options that name a configuration; `config_of` and `run_of` read them."""
     parser.add_argument(
         "--config-name", required=True, metavar="NAME", help="a YAML file in the configuration directory"
     )
@@ -34,7 +34,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:
-    """How much a command that runs long shows."""
+    """Adds the options that set how much a long command logs."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--quiet", dest="verbosity", action="store_const", const="quiet", help="show results and warnings only"
@@ -46,21 +46,21 @@ def add_verbosity(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """The configuration that the command line names.
+    """Loads the configuration that the command line names.
 
     Raises:
-        ValueError: there is none of that name, or a key or value is wrong.
+        ValueError: no configuration has that name, or a key or value is wrong.
     """
     return load_config(options.config_name, options.overrides, options.config_dir)
 
 
 def origin(options: argparse.Namespace) -> Origin:
-    """Says which file sets a key of `config_of(options)`."""
+    """Returns a function: key of `config_of(options)` -> the file that sets it."""
     return partial(origin_of, name=options.config_name, overrides=options.overrides, config_dir=options.config_dir)
 
 
 def run_of(options: argparse.Namespace, *, against_reference: bool = False) -> RunSpec:
-    """The run of this command, after the checks of `preflight`, which need neither torch nor weights.
+    """Returns the run of this command, after the checks of `preflight`, which need neither torch nor weights.
 
     Raises:
         ValueError: as `config_of` and `preflight`.
@@ -70,18 +70,18 @@ def run_of(options: argparse.Namespace, *, against_reference: bool = False) -> R
 
 
 def ranks() -> int:
-    """Ranks of the job; 1 without torchrun."""
+    """Returns the number of ranks of the job; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def json_file(options: argparse.Namespace, begins: str) -> Path | None:
-    """The file of `--json`, None without it.
+    """Returns the file of `--json`, None without it.
 
     Args:
-        begins: a pattern at the beginning of the files that the command writes, by which it recognises its own.
+        begins: a pattern that matches the beginning of every file that the command writes; other files are refused.
 
     Raises:
-        ValueError: the file can't be written, or the command did not make the one that is there.
+        ValueError: the file can't be written, or it exists and another program wrote it.
     """
     if options.json is None:
         return None

@@ -1,4 +1,4 @@
-"""argparse with one line per mistake: the option, what was expected and the fix, without the usage before it.
+"""An argparse parser that reports a mistake in one line: the option, the expected value and the fix, without usage.
 
 `--help` is argparse's own. Imports nothing heavy.
 """
@@ -20,12 +20,12 @@ _TYPES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """As `argparse.ArgumentParser`; a mistake ends the process with status 2 and one line, from rank 0 of a job."""
+    """An `argparse.ArgumentParser` that exits with status 2 after a mistake; rank 0 of a job prints one line."""
 
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; remembers the arguments, from which a message tells which command was meant."""
+        """Parses as argparse does; keeps the arguments, from which a message derives the intended command."""
         self._given = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} --help"
 
     def _with_value(self, name: str) -> str:
-        """An option with the name of its value, as `--help` shows it. Example: "--output DIR"."""
+        """Returns an option with the name of its value, as `--help` shows it. Example: "--output DIR"."""
         action = next((each for each in self._actions if name in each.option_strings), None)
         if action is None or action.nargs == 0:
             return name
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         return f"{name} {value}"
 
     def _unknown(self, argument: str) -> str:
-        """What an argument that no option and no position takes was to be."""
+        """Describes an unrecognised argument and suggests the intended option, key or command."""
         commands = self._commands()
         command = next((commands[text] for text in self._given if text in commands), self)
         named, _, value = argument.partition("=")
@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         return f"{command.prog}: unknown argument {argument}; expected {expected}: {fix}"
 
     def _commands(self) -> dict[str, CommandParser]:
-        """The parsers of all commands, with their arguments."""
+        """Returns the parser of each command by name, with its arguments."""
         found: dict[str, CommandParser] = {}
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandParser(Parser):
-    """The parser of one command, for `add_subparsers(parser_class=...)`: settings and files stand between options, too.
+    """The parser of one command, for `add_subparsers(parser_class=...)`; it accepts settings and files between options.
 
     Args:
         module: name of the command's module, imported when it is needed.
@@ -117,7 +117,7 @@ class CommandParser(Parser):
         self._module = module
 
     def load(self) -> None:
-        """Adds the command's arguments, and its `run` to what is parsed."""
+        """Imports the command's module, adds its arguments, and sets its `run` as a default of the parsed options."""
         if not self._loaded:
             self._loaded = True
             command: Any = import_module(self._module)
@@ -125,7 +125,7 @@ class CommandParser(Parser):
             self.set_defaults(run=command.run)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, which calls this for a command; in Python 3.11 each of its two passes calls it again."""
+        """Loads the command, then parses as argparse does. In Python 3.11 each of argparse's two passes calls this."""
         self.load()
         if self._mixes:
             return super().parse_known_args(args, namespace)

@@ -1,4 +1,4 @@
-"""`serve`: a vLLM server in the foreground, for the student (`rollout.vllm`) or a teacher (`teacher.vllm`)."""
+"""`serve`: runs a vLLM server in the foreground, for the student (`rollout.vllm`) or a teacher (`teacher.vllm`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, ser
 from nemo_oprd.vllm.server import server_command, server_environment
 from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE, read_tokens
 
-# of the path of a Unix socket on Linux
+# limit of the path of a Unix socket on Linux
 MOST_SOCKET_BYTES = 107
-# a server of a teacher says which start of it an answer is from
+# a teacher's server puts the id of its start into each answer
 _GENERATION_BITS = 48
 
 
@@ -49,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the server until it ends or this process is asked to end; returns 1 if it was not.
+    """Runs the server until it ends or a signal stops this process; returns 1 if the server ended by itself.
 
-    Every call but /health needs a token of `--token-file`. A student's server has no weights until a run pushes some,
-    and the first run that calls has it for itself until it ends. A teacher's server takes no call that would change it,
-    so several runs use it at the same time.
+    Every request but /health needs a token of `--token-file`. A student's server has no weights until a run transfers
+    some, and the first run that connects owns the server until that run ends. A teacher's server refuses every request
+    that would change it, so several runs can share it.
 
     Raises:
         ValueError: the model, vLLM's environment, the token file or the path of the socket is wrong.
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve_student(config: Config, options: argparse.Namespace, listen: list[str]) -> NoReturn:
-    """Replaces this process by the server; returns only by an error."""
+    """Replaces this process with the server; returns only by raising an error."""
     student = resolve_model(config.student, "student")
     spec = student.spec
     check_model(config.rollout.vllm.tensor, spec)
@@ -80,7 +80,7 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
     arguments = server_arguments(config, spec, student.directory, sampled, cuda=cuda)
     token_file = _token_file(options.token_file)
     command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_middleware.Door"])
-    os.umask(0o077)  # the socket, and what vLLM writes, are for this user alone
+    os.umask(0o077)  # only this user may access the socket and the files that vLLM writes
     os.execve(python, command, server_environment(devices) | {TOKEN_FILE: str(token_file)})
 
 
@@ -130,7 +130,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
 
 
 def _devices(tensor: int) -> tuple[str, ...] | None:
-    """The CUDA devices of a server of `tensor` workers; None without CUDA."""
+    """Returns the CUDA devices of a server with `tensor` workers; None without CUDA."""
     check_promise()
     import torch
 
@@ -141,7 +141,7 @@ def _devices(tensor: int) -> tuple[str, ...] | None:
 
 
 def _token_file(path: Path, key: str = "rollout.vllm") -> Path:
-    """The file with the tokens of the server, which is made with a fresh one if there is none; says where it is."""
+    """Returns the server's token file and prints its path; creates it with a fresh token if it is missing."""
     path, made = path.expanduser().absolute(), ""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -162,7 +162,7 @@ def _token_file(path: Path, key: str = "rollout.vllm") -> Path:
 
 
 def _socket_path(path: Path) -> Path:
-    """The absolute path of a Unix socket to make; ValueError if that is impossible."""
+    """Returns the absolute path of a Unix socket to create; raises ValueError if it cannot be created."""
     path = path.expanduser().absolute()
     if len(os.fsencode(path)) > MOST_SOCKET_BYTES:
         raise ValueError(

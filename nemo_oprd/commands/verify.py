@@ -1,4 +1,4 @@
-"""`verify`: the training step on recorded rollouts, without the optimizer; writes losses and gradients."""
+"""`verify`: runs the training step on recorded rollouts without the optimizer; writes losses and gradients."""
 
 from __future__ import annotations
 

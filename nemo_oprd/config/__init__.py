@@ -1,1 +1,1 @@
-"""The configuration: its keys, how it is composed and checked, and what may change when a run is resumed."""
+"""The configuration: its keys, its composition and checks, and the keys that a resumed run may change."""

@@ -1,7 +1,7 @@
-"""Rules between groups of a configuration: contradictions, and settings that this version does not support.
+"""Checks rules between groups of a configuration: contradictions, and settings that this version does not support.
 
 Rules for one key and between keys of one group are in the schema; rules that need the models' config.json (layers in
-range, sizes that divide) are in `run/preflight.py`. Every message names the keys, what was expected and the fix.
+range, sizes that divide) are in `run/checks.py`. Every message names the keys, the expected value and the fix.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
 from nemo_oprd.config.teacher_kinds import RECORDS, TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest, vanishes, weight_at
 
-# the least `rollout.max_lag` of which half is at least one step, and the other half, too
+# the smallest `rollout.max_lag` of which both halves are at least one step
 SMALLEST_STREAM_LAG = 2
 
 
@@ -59,7 +59,7 @@ def _check_no_source(model: ModelSource, why: str) -> None:
 
 
 def _check_teachers(config: Config) -> None:
-    """Every teacher has one source, and every data source has one teacher."""
+    """Raises ValueError unless every teacher has one source, and every data source has one teacher."""
     teachers = config.teachers
     if not teachers:
         if TEACHER_KINDS[config.teacher.weights].own_model:
@@ -105,7 +105,7 @@ def _check_teachers(config: Config) -> None:
 
 
 def _check_self_distillation(config: Config) -> None:
-    """Settings that contradict a teacher that is the student itself."""
+    """Refuses settings that contradict a teacher that is the student itself."""
     teacher, weights = config.teacher, config.teacher.weights
     kind = TEACHER_KINDS[weights]
     if kind.own_model:
@@ -146,7 +146,7 @@ def _check_self_distillation(config: Config) -> None:
 
 
 def _check_served_teachers(config: Config) -> None:
-    """Settings that have no use where vLLM servers compute a teacher, or all of them."""
+    """Refuses settings without effect if vLLM servers compute a teacher, or all of them."""
     _check_teacher_endpoints(config)
     teacher, served = config.teacher, config.served_teachers
     if not served:
@@ -192,7 +192,7 @@ def _check_served_teachers(config: Config) -> None:
 
 
 def _check_teacher_endpoints(config: Config) -> None:
-    """Servers that somebody else runs are of one teacher, which is computed there."""
+    """Requires that external servers belong to one teacher, which they compute."""
     served, given = config.served_teachers, config.teacher.vllm.endpoints
     for i, source in enumerate(config.teachers):
         if source.endpoints and i not in served:
@@ -214,7 +214,7 @@ def _check_teacher_endpoints(config: Config) -> None:
 
 
 def _check_reading_text(config: Config) -> None:
-    """Settings that need a teacher that reads the student's token ids."""
+    """Refuses settings that need a teacher that reads the student's token ids."""
     if not config.loss.output.is_off:
         raise ValueError(
             f"loss.output.kind={config.loss.output.kind} with teacher.reads=text: a probability of the student's token "
@@ -234,7 +234,7 @@ def _check_reading_text(config: Config) -> None:
 
 
 def _check_reuse(config: Config) -> None:
-    """The conditions under which a sampled token's loss and its clipped probability ratio are defined."""
+    """Checks the conditions under which a sampled token's loss and its clipped probability ratio are defined."""
     output, updates = config.loss.output, config.train.updates_per_rollout
     ratio = output.from_samples and updates > 1
     if output.clip is not None and not ratio:
@@ -256,7 +256,7 @@ def _check_reuse(config: Config) -> None:
 
 
 def _check_correction(config: Config) -> None:
-    """`rollout.correction` has an estimate to correct, and an engine that records its probabilities."""
+    """Requires for `rollout.correction` an estimate to correct, and an engine that records its probabilities."""
     rollout, output = config.rollout, config.loss.output
     if rollout.correction == "off":
         return
@@ -276,7 +276,7 @@ def _check_correction(config: Config) -> None:
 
 
 def _check_router_replay(config: Config) -> None:
-    """`student.router_replay` has an engine that records which experts its tokens visit."""
+    """Requires for `student.router_replay` an engine that records the experts of each token."""
     engine = config.rollout.engine
     without = RECORDS[engine].no_expert_routes
     if config.student.router_replay and without is not None and config.rollout.replay is None:
@@ -329,7 +329,7 @@ def _check_stop_after(config: Config) -> None:
 
 
 def _check_lag(config: Config) -> None:
-    """Settings that don't go with responses of earlier weights."""
+    """Refuses settings that are incompatible with responses of earlier weights."""
     rollout, output = config.rollout, config.loss.output
     _check_segments(config)
     _check_stream(config)
@@ -349,7 +349,7 @@ def _check_lag(config: Config) -> None:
 
 
 def _check_stream(config: Config) -> None:
-    """Raises ValueError unless steps can take responses as they are complete."""
+    """Raises ValueError unless steps can take responses in the order of their completion."""
     rollout = config.rollout
     if rollout.mode != "stream":
         return
@@ -385,7 +385,7 @@ def _check_segments(config: Config) -> None:
 
 
 def _check_bridge(config: Config) -> None:
-    """Settings without which a trained bridge would learn nothing, or could not be saved."""
+    """Requires the settings without which a trained bridge would learn nothing, or could not be saved."""
     bridge, loss = config.bridge, config.loss.representation
     if not bridge.train:
         return
@@ -408,7 +408,7 @@ def _check_bridge(config: Config) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
-    """Evaluation has a set to sample, and `train.keep_best` a metric that is measured."""
+    """Requires for evaluation a set to sample, and for `train.keep_best` a metric that is measured."""
     evaluation, best = config.evaluation, config.train.keep_best
     if best is not None:
         names = config.data.sets

@@ -1,8 +1,8 @@
-"""The keys of the schema, each with what stands at its field: type, default, meaning, and rule for resumed runs.
+"""Lists the keys of the schema, each with the data of its field: type, default, meaning, and rule for resumed runs.
 
 A field's docstring is its key's meaning, as docs/configuration.md shows it: a first paragraph without a full stop, and
-further sentences. `Free`, `Learned` and `Fixed` (`types.py`) around its type, or around that of its group, say whether
-a run that goes on may change it.
+further sentences. `Free`, `Learned` and `Fixed` (`types.py`) around its type, or around that of its group, give the
+rule for a resumed run.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class Key:
     name: str  # dotted, without the numbers of list items. Example: "teachers.weight"
     hint: Any  # its type, without the rule
     default: Any  # `dataclasses.MISSING` where a value must be given
-    rule: Rule | None  # None where neither the key nor a group around it has one
+    rule: Rule | None  # None if neither the key nor a group around it has one
     owner: type
 
     @property
     def is_group(self) -> bool:
-        """Whether it holds keys and no value of its own."""
+        """Returns whether it holds keys and no value of its own."""
         return dataclasses.is_dataclass(self.hint)
 
     @property
     def takes_users_names(self) -> bool:
-        """Whether its value is a group whose names are the user's."""
+        """Returns whether its value is a group with names of the user's choice."""
         return typing.get_origin(self.hint) is dict
 
     @property
     def names_files(self) -> bool:
-        """Whether its texts are paths, of which another one may name the same file."""
+        """Returns whether its texts are paths, so that different texts may name the same file."""
         return NAMES_A_FILE in _parts(self.hint)
 
     @property
     def meaning(self) -> str:
-        """The first paragraph of the field's docstring, in one line. Raises KeyError for a field without one."""
+        """Returns the first paragraph of the field's docstring, in one line. Raises KeyError if it has none."""
         return self._paragraphs[0]
 
     @property
     def details(self) -> str:
-        """The other paragraphs of the field's docstring, in one line; empty if there are none."""
+        """Returns the other paragraphs of the field's docstring, in one line; empty if there are none."""
         return " ".join(self._paragraphs[1:])
 
     @property
@@ -62,7 +62,7 @@ class Key:
 
 
 def keys(root: type, prefix: str = "", rule: Rule | None = None) -> Iterator[Key]:
-    """Every key of a schema, groups and the keys of groups in a list included, in its order."""
+    """Yields every key of a schema, groups and the keys of groups in a list included, in its order."""
     for field in dataclasses.fields(root):
         hint, own = _hints(root)[field.name]
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -74,18 +74,18 @@ def keys(root: type, prefix: str = "", rule: Rule | None = None) -> Iterator[Key
 
 
 def plain_key(key: str) -> str:
-    """Example: teachers.0.weight -> teachers.weight."""
+    """Removes the numbers of list items. Example: teachers.0.weight -> teachers.weight."""
     return re.sub(r"\.\d+(?=\.)", "", key)
 
 
 def types_of(group: type) -> dict[str, Any]:
-    """The keys of a group, and their types."""
+    """Returns the keys of a group, and their types."""
     return {name: hint for name, (hint, _) in _hints(group).items()}
 
 
 @cache
 def _hints(group: type) -> dict[str, tuple[Any, Rule | None]]:
-    """Field -> its type, and the rule that stood around it."""
+    """Returns field -> its type, and the rule around it."""
     hints = typing.get_type_hints(group, include_extras=True)
     return {field.name: _without_rule(hints[field.name]) for field in dataclasses.fields(group)}
 
@@ -98,7 +98,7 @@ def _without_rule(hint: Any) -> tuple[Any, Rule | None]:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A type's arguments, and theirs."""
+    """Yields a type's arguments, and theirs."""
     for each in typing.get_args(hint):
         yield each
         yield from _parts(each)
@@ -106,7 +106,7 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 @cache
 def _docstrings(group: type) -> dict[str, str]:
-    """Field -> the string below it; a field that a subclass declares again has that of its base.
+    """Returns field -> the string below it; a field that a subclass declares again keeps that of its base.
 
     Pydantic's `use_attribute_docstrings` gives no docstrings of inherited fields.
     """

@@ -26,14 +26,14 @@ P = ParamSpec("P")
 
 
 def default_config_dir() -> Path:
-    """`conf/` of the source tree, or the copy that an installed wheel carries."""
+    """Returns `conf/` of the source tree, or the copy in an installed wheel."""
     package = Path(__file__).parent.parent
     packaged = package / "_conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
 
 
 def _hiding_secrets(load: Callable[P, Config]) -> Callable[P, Config]:
-    """`load`, whose errors quote no password of an address: several libraries put values into their messages."""
+    """Wraps `load`: its errors quote no password of an address, though several libraries put values into messages."""
 
     @functools.wraps(load)
     def hiding(*args: P.args, **kwargs: P.kwargs) -> Config:
@@ -98,7 +98,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
     wholes = [key for key, value in settings if value is None or isinstance(value, dict)]
     if wholes:
         try:
-            merged = _with_defaults(merged)  # a group that was set as a whole may lack keys
+            merged = _with_defaults(merged)  # a group set as a whole may lack keys
         except OmegaConfBaseException as error:
             raise ValueError(
                 f"command line: {' or '.join(wholes)} is set to a group of keys, or to null, where the schema has "
@@ -110,9 +110,9 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
 def origin_of(
     key: str, *, name: str, overrides: list[str] | None = None, config_dir: str | Path | None = None
 ) -> Path | None:
-    """The file that sets `key` (teachers by number, `teachers[0].hf_path`) in a configuration that `load_config` takes.
+    """Returns the file that sets `key` (teachers by number, `teachers[0].hf_path`) in a configuration of `load_config`.
 
-    None for a key that the command line sets, by itself or with the group that it is in, and for a default.
+    Returns None for a key that the command line sets, by itself or with its group, and for a default.
     """
     directory = Path(config_dir or default_config_dir()).resolve()
     groups, settings = _parsed(list(overrides or []), directory)
@@ -128,7 +128,7 @@ def origin_of(
 
 
 def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list[tuple[str, Any]]]:
-    """(Choices of files in folders of `directory`, key and value of all other overrides)."""
+    """Returns (choices of files in folders of `directory`, key and value of all other overrides)."""
     groups: list[Override] = []
     settings: list[tuple[str, Any]] = []
     for text in overrides:
@@ -151,11 +151,11 @@ def _parsed(overrides: list[str], directory: Path) -> tuple[list[Override], list
 
 @_hiding_secrets
 def from_composed(composed: Any, name: str, overridden: Collection[str] = (), sections: Collection[str] = ()) -> Config:
-    """The configuration in `composed`, which Hydra has composed; keys that it lacks have their defaults. It is checked.
+    """Returns the checked configuration in `composed`, which Hydra has composed; missing keys get their defaults.
 
     Args:
         composed: a DictConfig, or a dict.
-        name: what messages call the configuration.
+        name: the configuration's name in messages.
         overridden: dotted keys that the command line set. A model there replaces the model of the file.
         sections: top-level keys that belong to another program; interpolations may lead into them.
 
@@ -172,14 +172,14 @@ def from_composed(composed: Any, name: str, overridden: Collection[str] = (), se
 
 
 def _with_defaults(composed: Any) -> Any:
-    """A DictConfig of `composed` in which the keys that it lacks have their defaults."""
+    """Returns a DictConfig of `composed` in which missing keys have their defaults."""
     from omegaconf import OmegaConf
 
     return OmegaConf.merge(OmegaConf.create(dataclasses.asdict(Config())), composed)
 
 
 def _checked(merged: Any, name: str, overridden: set[str], sections: Collection[str] = ()) -> Config:
-    """The configuration in `merged`, which has every key; as `from_composed`."""
+    """Checks `merged`, which has every key, as `from_composed` does; returns the configuration."""
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
@@ -229,7 +229,7 @@ def _check_number(key: str, merged: Any) -> None:
 
 
 def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
-    """A model on the command line replaces the model of the file, also where the file has the other kind of source."""
+    """Replaces the file's model by that of the command line, also if the file has the other kind of source."""
     for role in ("student", "teacher"):
         for given, other in (("hf_path", "checkpoint"), ("checkpoint", "hf_path")):
             named = f"{role}.{given}" in overridden and merged[role][given] is not None
@@ -238,7 +238,7 @@ def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
 
 
 def as_plain(config: Config) -> dict[str, Any]:
-    """The complete configuration as YAML holds it: nested dicts, lists and scalars."""
+    """Returns the complete configuration as YAML holds it: nested dicts, lists and scalars."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -249,7 +249,7 @@ def as_plain(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """The complete configuration as YAML; `load_config` reads it back."""
+    """Returns the complete configuration as YAML; `load_config` reads it back."""
     import yaml
 
     return yaml.safe_dump(as_plain(config), sort_keys=False)

@@ -1,4 +1,4 @@
-"""Bounds of memory that are no keys, for the code that keeps them and for `plan`, which imports no torch."""
+"""Memory bounds that are not configurable, shared by the code that keeps them and by `plan`, which imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNCACHED_TOKENS = 16384
 
 
 def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
-    """Bytes of what a token leaves in a cache that grows with the sequence, in all layers of one of `tensor` ranks.
+    """Returns the bytes per token in caches that grow with the sequence, in all layers of one of `tensor` ranks.
 
     That is keys and values; of latent attention the narrow state and the rotated channels, which every rank has. Layers
     with a sliding window or a delta net are in `state_bytes`.
@@ -33,7 +33,7 @@ def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int
 
 
 def state_bytes(spec: ModelSpec, tensor: int, value_bytes: int, length: int) -> int:
-    """Bytes of what a sequence of `length` tokens leaves in caches of fixed size on one of `tensor` tensor ranks.
+    """Returns the bytes of a sequence of `length` tokens in caches of fixed size on one of `tensor` tensor ranks.
 
     That is the keys and values of sliding windows, and of delta nets the state in float32 and the tokens that the
     convolution sees.
@@ -61,7 +61,7 @@ def _keys_and_values(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
 
 
 def _bounded(spec: ModelSpec) -> tuple[bool, ...]:
-    """For each layer, whether its cache does not grow with the sequence."""
+    """Returns for each layer whether its cache has a fixed size."""
     windowed = spec.windowed or (False,) * spec.num_layers
     nets = (False,) * spec.num_layers if spec.delta is None else spec.delta.layers
     return tuple(a or b for a, b in zip(windowed, nets, strict=True))

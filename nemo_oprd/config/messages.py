@@ -1,4 +1,4 @@
-"""pydantic's errors -> one line that names the key, the value, what was expected and the fix; and unknown keys."""
+"""Converts pydantic's errors to one line with the key, the value, the expected type and the fix; keeps out secrets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from pydantic_core import ErrorDetails
 
 from nemo_oprd.config.keys import keys, plain_key, types_of
 
-# Names that other training programs give to what a configuration here calls otherwise, for "did you mean".
+# Names of other training programs for keys of this configuration, for "did you mean".
 #
 # The names are those of transformers' and TRL's trainers, Megatron-LM's arguments, DeepSpeed, verl and NeMo-RL.
-
 
 _NAMES = {
     "train.lr": "learning_rate",
@@ -60,25 +59,24 @@ _NAMES = {
 USUAL_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
 
 
-# Keeps secrets out of a configuration, which is saved with the run.
-
+# Secrets: they are kept out of a configuration, which is saved with the run.
 
 # Names of keys and of environment variables that hold secrets, and what the keys of Hugging Face and W&B look like. A
 # W&B key must be the whole value: directories of a Hugging Face cache have commit hashes in their names.
 SECRET_KEY = re.compile(r"(api_?key|(access|auth|hf)_?token|(^|\.)token|secret|passw(or)?d|credentials?)$", re.I)
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{30,}|^[0-9a-f]{40}$")
-# the part of an address before `@`, and an argument behind `?` whose name says what it is
+# the part of an address before `@`, and an argument behind `?` with a name of secrets
 _BEFORE_HOST = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
 _ARGUMENT = re.compile(r"([?&][\w-]*(?:key|token|secret|passw(?:or)?d|credentials?|auth)=)[^&#\s'\",\]]+", re.I)
-# the former in a text; a password may hold any character but those that end the address
+# the part before `@` in a text; a password may hold any character but those that end the address
 _QUOTED = re.compile(r"//[^\s'\"]*@")
 # shorter values of environment variables (an empty or a dummy one) would be found in harmless text
 _SECRET_LENGTH = 8
 
 
 def without_secrets(message: str) -> str:
-    """A message without the user names, passwords and tokens in the addresses that it quotes."""
+    """Returns a message without the user names, passwords and tokens in the addresses that it quotes."""
     return _ARGUMENT.sub(r"\1***", _QUOTED.sub("//***@", message))
 
 
@@ -86,7 +84,7 @@ def refuse_secrets(value: Any, key: str) -> None:
     """Raises ValueError, without the value in its message, where a secret would be saved in config.yaml.
 
     A secret gets into a configuration e.g. by `${oc.env:HF_TOKEN}`, or with the address of a server. Names of the
-    user's own, such as files in `data.train`, are looked at, too.
+    user's choice, such as files in `data.train`, are checked, too.
     """
     if isinstance(value, dict | list):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -112,18 +110,18 @@ def refuse_secrets(value: Any, key: str) -> None:
 
 
 def _is_address_with_secret(value: str) -> bool:
-    # a password with a slash, which no address may hold as it stands, is one all the same
+    # a password with a slash counts, too, although no address may hold an unescaped slash there
     in_url = re.match(r"\s*https?:.*@", value, re.I) is not None
     return in_url or _BEFORE_HOST.search(value) is not None or _ARGUMENT.search(value) is not None
 
 
 _UNKNOWN = "unexpected_keyword_argument"
-# errors that say what a value is not; all others are about values of the right type
+# errors about the type of a value; all others are about values of the right type
 _WRONG_TYPE = re.compile(r"_type$|^literal_error$|^missing$|^too_long$|^int_from_float$")
 
 
 def build(root: type, value: dict) -> Any:
-    """`value` (nested dicts, lists and scalars, as YAML gives them) as an object of the pydantic dataclass `root`.
+    """Converts `value` (nested dicts, lists and scalars, as in YAML) to an object of the pydantic dataclass `root`.
 
     Raises:
         ValueError: an unknown key (the nearest known one is named), a value of the wrong type or out of range, or
@@ -138,7 +136,7 @@ def build(root: type, value: dict) -> Any:
 
 
 def check_key(root: type, key: str, where: str) -> None:
-    """Raises ValueError unless `key` is one of the schema `root` (list items by number), or one of the user's names."""
+    """Raises ValueError unless `key` is in the schema `root` (list items by number), or a name of the user's choice."""
     known = {each.name: each for each in keys(root)}
     group = known.get(key.rpartition(".")[0])
     if plain_key(key) not in known and not (group and group.takes_users_names):
@@ -146,7 +144,7 @@ def check_key(root: type, key: str, where: str) -> None:
 
 
 def takes(root: type, key: str) -> tuple[bool, bool, bool]:
-    """Whether a key of the schema (`check_key`) takes a text, whether it takes a list, and whether a group."""
+    """Returns whether a key of the schema (`check_key`) takes a text, whether it takes a list, and whether a group."""
     hint: Any = root
     for name in key.split("."):
         options = _options(hint)
@@ -154,7 +152,7 @@ def takes(root: type, key: str) -> tuple[bool, bool, bool]:
         inner = next((option for option in options if typing.get_origin(option) in (list, dict)), None)
         if group is not None and name in types_of(typing.cast(type, group)):
             hint = types_of(typing.cast(type, group))[name]
-        else:  # an item of a list, or a name of the user's own
+        else:  # an item of a list, or a name of the user's choice
             hint = typing.get_args(inner)[-1] if inner is not None else Any
     plain = [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in _options(hint)]
     is_group = any(typing.get_origin(each) is dict or dataclasses.is_dataclass(each) for each in plain)
@@ -162,7 +160,7 @@ def takes(root: type, key: str) -> tuple[bool, bool, bool]:
 
 
 class _Location(NamedTuple):
-    """Where an error is: the key, the type that belongs there, and the value that is there.
+    """The place of an error: the key, its type, and the given value.
 
     `specific` is False if the value is none of several alternatives, and the error is about one alternative only.
     """
@@ -174,7 +172,7 @@ class _Location(NamedTuple):
 
 
 def _message(root: type, value: dict, errors: list[ErrorDetails]) -> str:
-    """One line for the first mistake; a misspelt key comes first, as it may explain the others."""
+    """Formats one line for the first mistake; a misspelt key comes first, as it may explain the others."""
     error = next((e for e in errors if e["type"] == _UNKNOWN), None)
     if error is not None:
         group = _locate(root, value, {**error, "loc": error["loc"][:-1]})
@@ -188,7 +186,7 @@ def _message(root: type, value: dict, errors: list[ErrorDetails]) -> str:
 
 
 def _locate(root: type, value: Any, error: ErrorDetails) -> _Location:
-    """Follows the path in pydantic's error, which has the names of a union's alternatives between the keys."""
+    """Locates an error by pydantic's path, which has the names of a union's alternatives between the keys."""
     key, hint, union = "", root, None
     about_a_group = error["type"] == "missing" and isinstance(error["loc"][-1], str)
     for part in error["loc"][:-1] if error["type"] == "missing" else error["loc"]:
@@ -210,9 +208,9 @@ def _locate(root: type, value: Any, error: ErrorDetails) -> _Location:
 
 
 def _describe_error(error: ErrorDetails, at: _Location) -> str:
-    """KEY=VALUE, what was expected, and the fix."""
+    """Formats KEY=VALUE, the expected value, and the fix."""
     key, value = at.key, at.value
-    if error["type"] == "value_error":  # a rule of the schema, which brings its own message
+    if error["type"] == "value_error":  # a rule of the schema, which has its own message
         return str(error["ctx"]["error"]).replace("{key}", key)
     if error["type"] == "finite_number":
         return f"{key}={value}: expected a finite number; choose one"
@@ -246,7 +244,7 @@ def _unknown_key(root: type, key: str, where: str) -> str:
 
 
 def _meant(key: str, known: list[str]) -> list[str]:
-    """The keys that may have been meant: by the last part of the name, then by spelling; at most three, maybe none."""
+    """Returns similar keys: by the last part of the name, then by spelling; at most three, maybe none."""
     group, _, name = key.replace("-", "_").rpartition(".")
     usual = USUAL_NAMES.get(name, "")
     of_teacher = usual.replace("student.", "teacher.", 1) if group.startswith("teacher") else usual
@@ -266,7 +264,7 @@ def _refuse_object(value: Any) -> Any:
 
 
 def _options(hint: Any) -> list[Any]:
-    """The alternatives of a type; lists without the checks around them."""
+    """Returns the alternatives of a type; lists without the checks around them."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [option for each in typing.get_args(hint) for option in _options(each)]
     if typing.get_origin(hint) is Annotated and typing.get_origin(typing.get_args(hint)[0]) is list:
@@ -275,13 +273,13 @@ def _options(hint: Any) -> list[Any]:
 
 
 def _range(hint: Any) -> tuple[Any, str]:
-    """The type under a range, and the range in words; no words where there is none."""
+    """Returns the type under a range, and the range in words; "" without a range."""
     plain, *metadata = typing.get_args(hint) or (hint,)
     return plain, next((each.description for each in metadata if getattr(each, "description", None)), "")
 
 
 def _describe(hint: Any) -> str:
-    """A type in words."""
+    """Describes a type in words."""
     if len(_options(hint)) > 1:
         return " | ".join(map(_describe, _options(hint)))
     hint = _options(hint)[0]

@@ -1,4 +1,4 @@
-"""The keys of a model: where it comes from, who builds it, and its layout; those of the student and of teachers."""
+"""The keys of a model: its source, its builder and its layout; and the keys of the student and of teachers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ParallelConfig:
         return self
 
     def layout(self, ranks: int, first_rank: int, role: str) -> Layout:
-        """The role's layout on `ranks` consecutive ranks. Raises ValueError if the sizes don't fit them."""
+        """Returns the role's layout on `ranks` consecutive ranks. Raises ValueError if the sizes don't fit them."""
         needed = self.tensor * self.pipeline * self.context
         if ranks % needed:
             raise ValueError(
@@ -102,7 +102,7 @@ def _check_system_prompt(text: str | None, key: str) -> str | None:
 
 @dataclass(config=STRICT)
 class ModelSource:
-    """Where a model comes from: a Hugging Face directory, or a Megatron checkpoint."""
+    """The source of a model: a Hugging Face directory, or a Megatron checkpoint."""
 
     hf_path: Learned[FilePath | None] = None
     """directory of a Hugging Face model; beside `checkpoint`, only its config.json and tokenizer"""
@@ -127,7 +127,7 @@ class ModelSource:
 
     @property
     def path(self) -> str:
-        """Where the weights are."""
+        """Returns the path of the weights."""
         return str(self.checkpoint or self.hf_path)
 
 
@@ -263,5 +263,5 @@ class TeacherSource(ModelSource):
 
     @property
     def label(self) -> str:
-        """The teacher's name in metrics and messages."""
+        """Returns the teacher's name in metrics and messages."""
         return self.name or "+".join(self.data_sources or ["others"])

@@ -1,7 +1,7 @@
-"""KEY=VALUE of the command line: read by Hydra's grammar, and refused in this project's words.
+"""Parses KEY=VALUE of the command line by Hydra's grammar, with this project's messages; converts groups to KEY=VALUE.
 
-The grammar has no `~`, `#`, quotes inside a text or letters beyond ASCII. A key of text takes such a value as it
-stands, so that paths need no quotes. Values in lists, and the values of other keys, follow the grammar.
+The grammar has no `~`, `#`, quotes inside a text or letters beyond ASCII. A key of text takes such a value literally,
+so that paths need no quotes. Values in lists, and the values of other keys, follow the grammar.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
 def key_of(text: str) -> str:
-    """The key of KEY=VALUE, without the `+` and `++` of Hydra, which change nothing here. Raises ValueError."""
+    """Returns the key of KEY=VALUE, without Hydra's `+` and `++`, which have no effect here. Raises ValueError."""
     if text.startswith("~"):
         raise ValueError(
             f"command line: {text!r} deletes a key, and every key has a value here; expected KEY=VALUE: give another "
@@ -42,7 +42,7 @@ def key_of(text: str) -> str:
 
 
 def parse(text: str, *, may_be_text: bool, may_be_list: bool, may_be_group: bool = False) -> Override:
-    """KEY=VALUE in Hydra's form; the flags say what the key takes.
+    """Parses KEY=VALUE to Hydra's form; the flags are the kinds of values that the key takes.
 
     Raises:
         ValueError: the value is not in the grammar, or is several values.
@@ -72,14 +72,14 @@ def parse(text: str, *, may_be_text: bool, may_be_list: bool, may_be_group: bool
 
 
 def quoted(text: str) -> str:
-    """The text in Hydra's quotes."""
-    # in quotes Hydra reads backslashes as they are, except before a quote
+    """Returns the text in Hydra's quotes."""
+    # in quotes Hydra reads backslashes literally, except before a quote
     escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + "\\'", text)
     return "'" + re.sub(r"\\+$", lambda found: found[0] * 2, escaped) + "'"
 
 
 def _what_is_wrong(key: str, value: str) -> str:
-    """A value that is not in the grammar: why, what was expected, and the fix."""
+    """Describes a value that is not in the grammar: the reason, the expected value, and the fix."""
     stripped = value.strip()
     first = stripped[:1]
     if first in ("'", '"'):
@@ -100,11 +100,11 @@ def _what_is_wrong(key: str, value: str) -> str:
     )
 
 
-# Nested groups of values, as launchers have them -> KEY=VALUE as Hydra's command line has them.
+# Conversion of a launcher's nested groups of values to KEY=VALUE of Hydra's command line.
 
 
 def as_overrides(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The leaves of nested groups as KEY=VALUE in Hydra's syntax. An empty group sets nothing."""
+    """Yields the leaves of nested groups as KEY=VALUE in Hydra's syntax. An empty group sets nothing."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from as_overrides(value, f"{prefix}{name}.")
@@ -113,7 +113,7 @@ def as_overrides(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _literal(value: Any) -> str:
-    """A value in Hydra's syntax. Launchers leave true, false and null on their command line as text."""
+    """Formats a value in Hydra's syntax. Launchers leave true, false and null on their command line as text."""
     if isinstance(value, str) and value.lower() not in ("true", "false", "null"):
         return quoted(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""docs/configuration.md from the schema: `python -m nemo_oprd.config.reference_page > docs/configuration.md`."""
+"""Prints docs/configuration.md from the schema: `python -m nemo_oprd.config.reference_page > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ error that names the keys ([errors.json](errors.json))."""
 
 
 def type_name(hint: Any) -> str:
-    """A type in a user's words: `fp32 | bf16`, `number or null`."""
+    """Describes a type for users: `fp32 | bf16`, `number or null`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return type_name(arguments[0])
@@ -45,7 +45,7 @@ def type_name(hint: Any) -> str:
 
 
 def value_name(value: Any) -> str:
-    """A default as YAML writes it."""
+    """Formats a default as YAML writes it."""
     if value is dataclasses.MISSING:
         return ""
     text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True).strip()
@@ -53,7 +53,7 @@ def value_name(value: Any) -> str:
 
 
 def meaning(key: Key, known: Collection[str]) -> str:
-    """What a key means, with links to pages; those of several teachers are mostly those of one teacher."""
+    """Returns a key's meaning, with links to pages; keys of several teachers mostly share those of one teacher."""
     same = key.name.replace("teachers.", "teacher.")
     if key.name.startswith("teachers.") and same in known:
         return f"as `{same}`"
@@ -62,7 +62,7 @@ def meaning(key: Key, known: Collection[str]) -> str:
 
 
 def set_in(directory: Path) -> dict[str, list[str]]:
-    """Key -> the configurations that set it in their own file, by name."""
+    """Returns key -> the names of the configurations that set it in their own file."""
     found: dict[str, list[str]] = {}
 
     def note(group: dict, name: str, prefix: str = "") -> None:
@@ -81,7 +81,7 @@ def set_in(directory: Path) -> dict[str, list[str]]:
 
 
 def page() -> str:
-    """The page."""
+    """Returns the text of the page."""
     lines, setters, group = [HEADER], set_in(default_config_dir()), None
     every = [key for key in keys(Config) if not key.is_group]
     known = {key.name for key in every}

@@ -1,8 +1,8 @@
-"""Which keys a run may change when it is started again, and what differs between two configurations.
+"""Compares two configurations, and finds the rule by which a resumed run may change a key.
 
 Every key has its rule at its field in the schema: `Free`, `Learned` or `Fixed` (`types.py`). Two of the learned keys
-need leave only where something depends on them, see `_matters`. Compares configurations only: that a model is the same
-in another place is found out in `run/resume.py`.
+need permission only if other keys make them effective, see `_matters`. This module compares configurations only;
+`run/resume.py` recognises a model that has moved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN = 100  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Change:
-    """A key with another value than before: both as texts, and what the change may do without leave.
+    """A key with a changed value: both values as texts, and the rule of the change.
 
     The key is dotted; one of several teachers has its number, e.g. "teachers.0.weight".
     """
@@ -40,7 +40,7 @@ class Change:
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of a key of the schema. Raises KeyError for a key that has none."""
+    """Returns the rule of a key of the schema. Raises KeyError for a key that has none."""
     rule = _schema()[key].rule
     if rule is None:
         raise KeyError(f"{key} has no rule in the schema, expected Free, Learned or Fixed around its type")
@@ -48,13 +48,13 @@ def rule_of(key: str) -> Rule:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str = "") -> list[Change]:
-    """What differs between two complete configurations (as in config.yaml), in the order of the schema.
+    """Returns the differences of two complete configurations (as in config.yaml), in the order of the schema.
 
-    A key that `before` lacks had its default: it is of a later version. `train.allow_changes` is left out: it says
-    what one start may change, and nothing about the run.
+    A key that `before` lacks had its default: a later version added it. `train.allow_changes` is left out: it permits
+    changes of one start, and is no property of the run.
 
     Args:
-        started_in: the working directory to which relative paths of `before` belong; "": the present one.
+        started_in: the working directory of relative paths in `before`; "": the current one.
     """
     found: list[Change] = []
     for key in _schema():
@@ -74,24 +74,24 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str
 
 
 def _default(field: Field) -> Any:
-    """The default of a dataclass's field, also where a factory makes it."""
+    """Returns the default of a dataclass's field, also from a factory."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def allowed(change: Change, allow: Sequence[str]) -> bool:
-    """Whether `train.allow_changes` names the key of a change, or a group that it is in."""
+    """Returns whether `train.allow_changes` names the key of a change, or a group around it."""
     return any(f"{name}.".startswith(f"{entry}.") for name in (change.key, plain_key(change.key)) for entry in allow)
 
 
 def shown(value: Any) -> str:
-    """A value in a message: as in JSON, without quotes around texts, cut where it is long."""
+    """Formats a value for a message: as in JSON, without quotes around texts; cuts long values."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 @cache
 def _schema() -> dict[str, Key]:
-    """Every key that holds a value, in the order of the schema."""
+    """Returns every key that holds a value, in the order of the schema."""
     return {key.name: key for key in keys(Config) if not key.is_group}
 
 
@@ -99,21 +99,21 @@ def _change(
     key: str, old: Any, new: Any, before: Mapping[str, Any], after: Mapping[str, Any], started_in: str
 ) -> list[Change]:
     plain = plain_key(key)
-    if plain == "data.train":  # one file may stand without its list
+    if plain == "data.train":  # a single file may be given without a list
         old, new = ([value] if isinstance(value, str) else value for value in (old, new))
     if old == new or (_schema()[plain].names_files and _real(old, started_in) == _real(new)):
         return []
     rule = rule_of(plain)
     if rule == "learned" and not _matters(plain, before, after):
         rule = "free"
-    if isinstance(old, dict) and isinstance(new, dict):  # names that are the user's
+    if isinstance(old, dict) and isinstance(new, dict):  # names of the user's choice
         names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
         return [Change(f"{key}.{name}", shown(old.get(name)), shown(new.get(name)), rule) for name in names]
     return [Change(key, shown(old), shown(new), rule)]
 
 
 def _matters(key: str, *configs: Mapping[str, Any]) -> bool:
-    """Whether a changed key changes what is learned, of the keys for which that depends on others."""
+    """Returns whether a changed key changes the training result, for keys whose effect depends on other keys."""
     if key == "train.steps":  # the rate of a step depends on it during warm-up and with a cosine schedule
         warmups = {math.ceil(_value(c, "train.warmup_fraction") * _value(c, "train.steps")) for c in configs}
         return len(warmups) > 1 or any(_value(c, "train.schedule") == "cosine" for c in configs)
@@ -137,7 +137,7 @@ def _defaults() -> Mapping[str, Any]:
 
 
 def _real(value: Any, started_in: str = "") -> Any:
-    """`value` with every text as the path without links that it names from a working directory."""
+    """Returns `value` with each text resolved from a working directory to a path without links."""
     if isinstance(value, dict):
         return {_real(name, started_in): _real(item, started_in) for name, item in value.items()}
     if isinstance(value, list):

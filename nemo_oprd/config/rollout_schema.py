@@ -1,4 +1,4 @@
-"""The keys of `rollout`: how the student samples, and the servers of an external engine; see `schema.py`."""
+"""The keys of `rollout`, for sampling from the student, and of vLLM servers for student or teacher; see `schema.py`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from nemo_oprd.config.types import (
 )
 from nemo_oprd.losses.output_loss import Correction, check_range
 
-# The keys that all vLLM servers of a run have, whatever they do: `rollout.vllm` and `teacher.vllm`.
+# The keys of all vLLM servers of a run: `rollout.vllm` and `teacher.vllm`.
 
 
-# flags of vLLM that no server of a run takes, and why
+# flags of vLLM that no server of a run takes, and the reasons
 _LISTENS = "a run alone says where its servers listen and who may call them"
 _SHOWS = "the configuration is saved with the run, and all users of a machine see the arguments of its programs"
 _NOT_FLAGS = dict.fromkeys(
@@ -41,10 +41,10 @@ _NOT_FLAGS |= {"--hf-token": _SHOWS, "--config": "a file could hold any other ar
 
 
 def check_flags(flags: Sequence[str | int | float]) -> None:
-    """Raises ValueError for flags that would let others in, or would show a secret to them.
+    """Raises ValueError for flags that would give other users access, or show them a secret.
 
     vLLM takes `_` for `-`, every unambiguous beginning of a flag for the flag, and what follows `=`, `.` or `+` for a
-    part of its value; beginnings that it refuses itself are refused here, too.
+    part of its value; this function also refuses beginnings that vLLM itself refuses.
     """
     for flag in map(str, flags):
         name = re.split(r"[=.+]", flag, maxsplit=1)[0].replace("_", "-")
@@ -61,7 +61,7 @@ def check_flags(flags: Sequence[str | int | float]) -> None:
 
 @dataclass(config=STRICT)
 class ServerConfig:
-    """vLLM servers that a run starts, watches and ends, or that somebody else runs."""
+    """vLLM servers that a run starts, watches and ends, or external ones."""
 
     python: Free[Interpreter | None] = None
     """interpreter of vLLM's environment; null: the project's `.venv-vllm`"""
@@ -115,7 +115,7 @@ class ServerConfig:
 
     @property
     def memory_share(self) -> float:
-        """The fraction of a GPU's memory that a server takes."""
+        """Returns the fraction of a GPU's memory that a server takes."""
         if self.gpu_memory_utilization != "auto":
             return self.gpu_memory_utilization
         return 0.4 if self.placement == "colocated" else 0.9
@@ -154,7 +154,7 @@ class VllmConfig(ServerConfig):
 
 @dataclass(config=STRICT)
 class RolloutConfig:
-    """How the student samples."""
+    """The keys of sampling from the student."""
 
     engine: Learned[EngineName] = "megatron"
     """in-process decoder, or vLLM servers (docs/vllm.md)"""
@@ -210,18 +210,18 @@ class RolloutConfig:
 
     @property
     def tokens_per_segment(self) -> int:
-        """`segment_tokens` with `mode=segments`."""
+        """Returns `segment_tokens` with `mode=segments`."""
         assert self.segment_tokens is not None
         return self.segment_tokens
 
     @property
     def ahead(self) -> int:
-        """By how many steps responses are sampled before the step that takes the oldest of them."""
+        """Returns the number of steps between sampling and the step that takes the oldest responses."""
         return self.max_lag // 2 if self.mode == "stream" else self.max_lag
 
     @property
     def token_correction(self) -> Correction | None:
-        """How the tokens' ratios become weights; None: every token has the weight 1."""
+        """Returns the conversion of the tokens' ratios to weights; None: every token has the weight 1."""
         return None if self.correction == "off" else Correction(self.correction, *self.correction_range)
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """The configuration schema: one dataclass per group of keys, with the type, range and default of every key.
 
-A key is documented below its field, and the type around it says whether a run that goes on may change it; `keys.py`
-reads both. Pydantic checks types and ranges, and a group's own validator the rules between keys of that group. Rules
-between groups are in `checks.py`; rules that need the models' config.json are in `run/preflight.py`.
+A key is documented below its field, and the type around it holds the rule for resumed runs; `keys.py` reads both.
+Pydantic checks types and ranges, and a group's own validator the rules between keys of that group. Rules between
+groups are in `checks.py`; rules that need the models' config.json are in `run/checks.py`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class BridgeConfig:
 
 @dataclass(config=STRICT)
 class AlignmentConfig:
-    """Which hidden state of the teacher is compared with which one of the student, where the teacher reads text.
+    """The choice of the teacher's hidden state for each one of the student, if the teacher reads text.
 
     The partner of a student's token is the last token of the teacher that ends at or before the end of the student's
     token.
@@ -102,7 +102,7 @@ class AlignmentConfig:
     """least fraction of response tokens with a partner; a batch below it ends the run"""
 
 
-# The keys of `train`: the optimization, and what is saved.
+# The keys of `train`: the optimization and the saved files.
 
 
 @dataclass(config=STRICT)
@@ -198,12 +198,12 @@ class DataConfig:
 
     @property
     def train_files(self) -> tuple[str, ...]:
-        """The files with training prompts; none if `train` is null."""
+        """Returns the files with training prompts; none if `train` is null."""
         return (self.train,) if isinstance(self.train, str) else tuple(self.train or ())
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """The names of all validation sets, the held-out one last."""
+        """Returns the names of all validation sets, the held-out one last."""
         return (*self.validation, HELD_OUT) if self.held_out else tuple(self.validation)
 
     @model_validator(mode="after")
@@ -227,7 +227,7 @@ class DataConfig:
         return self
 
 
-# The keys of `evaluation` and `logging`: what is measured beside the losses, and where metrics go.
+# The keys of `evaluation` and `logging`: measurements besides the losses, and the targets of metrics.
 
 
 @dataclass(config=STRICT)
@@ -298,11 +298,11 @@ class LoggingConfig:
     """
 
     def keeps_token_metrics(self, step: int | None, steps: int) -> bool:
-        """Whether values per token are kept in the update after `step` others of a run of `steps` updates."""
+        """Returns whether values per token are kept in the update after `step` others of a run of `steps` updates."""
         return step is not None and (step == 0 or (step + 1) % self.every == 0 or step + 1 == steps)
 
 
-# The keys of `loss`: the terms, their weights and what they compare (docs/design.md, "Loss semantics").
+# The keys of `loss`: the terms, their weights and the states that they compare (docs/design.md, "Loss semantics").
 
 
 @dataclass(config=STRICT)
@@ -444,10 +444,10 @@ __all__ = [
 
 @frozen_dataclass(frozen=True)
 class OwnConversation:
-    """How a teacher's conversation differs from the student's, by the keys with these names.
+    """Settings of a teacher's conversation that differ from the student's, by the keys with these names.
 
     Attributes:
-        chat_template_args: all that its template gets, those of `data` included.
+        chat_template_args: all variables of its template, those of `data` included.
         is_set: whether any of the keys is set for this teacher.
     """
 
@@ -482,14 +482,14 @@ class Config:
 
     @property
     def response_limit(self) -> tuple[str, int]:
-        """The key that limits the sampled training responses, and the most tokens of one."""
+        """Returns the key that limits the sampled training responses, and the maximum tokens of one."""
         k, limit = self.loss.representation.k, self.rollout.max_new_tokens
         stops = self.rollout.stop_after == "supervised" and k < limit
         return ("loss.representation.k", k) if stops else ("rollout.max_new_tokens", limit)
 
     @property
     def teacher_sources(self) -> list[TeacherSource]:
-        """The list of several teachers, or the only teacher, which has all responses."""
+        """Returns the list of several teachers, or the only teacher, which has all responses."""
         if self.teachers:
             return self.teachers
         model = self.teacher if TEACHER_KINDS[self.teacher.weights].own_model else self.student
@@ -497,7 +497,7 @@ class Config:
         return [TeacherSource(model.hf_path, model.checkpoint, model.provider, bridge=bridge)]
 
     def distributes_optimizer(self, student: Layout) -> bool:
-        """Whether the state of the student's optimizer is divided over its data-parallel ranks."""
+        """Returns whether the state of the student's optimizer is divided over its data-parallel ranks."""
         chosen = self.train.distributed_optimizer
         if chosen == "auto":
             # Megatron's plain bf16 optimizer can't save projectors, which are float32
@@ -505,7 +505,7 @@ class Config:
         return chosen
 
     def conversation_of(self, number: int) -> OwnConversation:
-        """The keys of teacher `number`'s conversation: its own, or those of `teacher`."""
+        """Returns the keys of teacher `number`'s conversation: its own, or those of `teacher`."""
         shared, own = self.teacher, self.teacher_sources[number]
         system_prompt = own.system_prompt if own.system_prompt is not None else shared.system_prompt
         chat_template = own.chat_template or shared.chat_template
@@ -516,42 +516,42 @@ class Config:
         )
 
     def has_own_prompt(self, number: int) -> bool:
-        """Whether teacher `number` reads another prompt than the student, before the student's response ids."""
+        """Returns whether teacher `number` reads another prompt than the student, before the student's response ids."""
         return self.teacher.prompt is not None or self.conversation_of(number).is_set
 
     @property
     def own_prompts(self) -> list[int]:
-        """The numbers of the teachers that read another prompt than the student."""
+        """Returns the numbers of the teachers that read another prompt than the student."""
         return [number for number in range(len(self.teacher_sources)) if self.has_own_prompt(number)]
 
     def is_served(self, source: TeacherSource) -> bool:
-        """Whether vLLM servers compute this teacher."""
+        """Returns whether vLLM servers compute this teacher."""
         return SERVED[source.engine or self.teacher.engine]
 
     @property
     def served_teachers(self) -> list[int]:
-        """The numbers of the teachers that vLLM servers compute."""
+        """Returns the numbers of the teachers that vLLM servers compute."""
         return [number for number, source in enumerate(self.teacher_sources) if self.is_served(source)]
 
     @property
     def started_teachers(self) -> list[int]:
-        """The numbers of the teachers whose vLLM servers this run starts."""
+        """Returns the numbers of the teachers whose vLLM servers this run starts."""
         return [number for number in self.served_teachers if not self.teacher_endpoints(number)]
 
     @property
     def has_own_teachers(self) -> bool:
-        """Whether ranks of this job compute a teacher."""
+        """Returns whether ranks of this job compute a teacher."""
         return len(self.served_teachers) < len(self.teacher_sources)
 
     @property
     def teacher_server_share(self) -> float:
-        """The fraction of a GPU's memory that one teacher's server takes; `auto` is divided among those of a GPU."""
+        """Returns the fraction of a GPU's memory for one teacher's server; `auto` is divided among those of a GPU."""
         settings = self.teacher.vllm
         if settings.gpu_memory_utilization != "auto" or settings.placement == "dedicated":
             return settings.memory_share
         return settings.memory_share / max(1, len(self.started_teachers))
 
     def teacher_endpoints(self, number: int) -> list[str]:
-        """The addresses of the servers of teacher `number` that somebody else runs; empty: this run starts them."""
+        """Returns the addresses of the external servers of teacher `number`; empty: this run starts them."""
         own = self.teacher_sources[number].endpoints
         return self.teacher.vllm.endpoints if own is None else own

@@ -1,6 +1,6 @@
-"""The kinds of teachers by `teacher.weights` and `teacher.engine`: whose weights a teacher has, and who computes it.
+"""Tables of the kinds of teachers (`teacher.weights`, `teacher.engine`) and of the data that rollout engines record.
 
-`run/models.py` builds them. Nothing else compares the values of the two.
+`run/models.py` builds the teachers. No other module compares the values of the two keys.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# The rollout engines by name, as far as a configuration depends on them: what each records of a response.
+# The rollout engines by name, with the data of a response that each one records: a configuration depends on these.
 #
 # The engines themselves are in `run/engine_kinds.py`, which builds on this package.
-
 
 EngineName = Literal["megatron", "vllm"]
 
 
 @dataclass(frozen=True)
 class Records:
-    """Why an engine does not record something of a response beside its ids, as clauses; None: it records it."""
+    """Reasons, as clauses, why an engine does not record data of a response besides its ids; None: it records them."""
 
     no_logprobs: str | None = None
     no_expert_routes: str | None = None  # the experts that tokens visit
@@ -32,7 +31,7 @@ RECORDS: dict[EngineName, Records] = {
 
 TeacherWeights = Literal["own", "student", "ema", "initial"]
 TeacherEngine = Literal["megatron", "vllm"]
-# who computes a teacher's states -> whether servers do, and not ranks of this job
+# `teacher.engine` -> whether servers compute the teacher's states, and not ranks of this job
 SERVED: dict[TeacherEngine, bool] = {"megatron": False, "vllm": True}
 
 

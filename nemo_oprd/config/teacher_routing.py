@@ -15,7 +15,7 @@ class Routing:
     teachers: tuple[TeacherSource, ...]
 
     def teachers_of(self, data_sources: Sequence[str | None]) -> list[int]:
-        """The number of each data source's teacher. Raises ValueError for a data source without one."""
+        """Returns the number of each data source's teacher. Raises ValueError for a data source without one."""
         owner = {source: i for i, teacher in enumerate(self.teachers) for source in teacher.data_sources or ()}
         default = next((i for i, teacher in enumerate(self.teachers) if teacher.data_sources is None), None)
         numbers = [default if source is None else owner.get(source, default) for source in data_sources]
@@ -28,7 +28,7 @@ class Routing:
         return [number for number in numbers if number is not None]
 
     def check(self, data_sources: Collection[str | None], where: str, *, all_used: bool = True) -> None:
-        """Checks the data sources that occur in a file of prompts or rollouts, which messages call `where`.
+        """Checks the data sources that occur in a file of prompts or rollouts; messages name it `where`.
 
         Raises:
             ValueError: a data source has no teacher, or with `all_used` a teacher has no prompt of one that it names,
@@ -49,9 +49,9 @@ class Routing:
                 )
 
     def example(self, teacher: int) -> str | None:
-        """One of the data sources that a teacher names; None for a teacher that names none."""
+        """Returns one of the data sources that a teacher names; None for a teacher that names none."""
         return next(iter(self.teachers[teacher].data_sources or ()), None)
 
     def weights(self, taught_by: list[int]) -> list[float]:
-        """The weight of each response's teacher; `taught_by`: the teachers' numbers."""
+        """Returns the weight of each response's teacher; `taught_by`: the teachers' numbers."""
         return [self.teachers[number].weight for number in taught_by]

@@ -1,4 +1,4 @@
-"""Types of configuration values: pydantic's checks, the words of their messages, and what a resumed run may change.
+"""Types of configuration values: pydantic's checks, the words of their messages, and the rules for resumed runs.
 
 The `description` of a type completes "KEY=VALUE: expected ..."; `config/messages.py` puts the two together.
 """
@@ -16,15 +16,15 @@ Rule = Literal["free", "learned", "fixed"]
 
 @dataclass(frozen=True)
 class Resume:
-    """On a key, or on a group for those of its keys that have none: how a run that goes on may change it."""
+    """The rule for a resumed run, on a key, or on a group for those of its keys that have none."""
 
     rule: Rule
 
 
 T = TypeVar("T")
-# changes nothing that is learned (layout, logging, saving, evaluation, memory): a run may change it at any start
+# no effect on the training result (layout, logging, saving, evaluation, memory): a run may change it at any start
 Free = Annotated[T, Resume("free")]
-# changes what is learned: needs leave (`train.allow_changes`)
+# changes the training result: needs permission (`train.allow_changes`)
 Learned = Annotated[T, Resume("learned")]
 # no checkpoint can be continued with another value
 Fixed = Annotated[T, Resume("fixed")]
@@ -49,9 +49,9 @@ def _as_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-# marks texts of which another one may name the same file, which is no change of the key
+# marks texts that are paths: another path to the same file is no change of the key
 NAMES_A_FILE = "names a file"
-# of a file or a directory; `~` is the user's home directory, as in a shell, which does not replace it within a word
+# path of a file or a directory; replaces `~` by the user's home directory, which a shell does not do within a word
 FilePath = Annotated[str, AfterValidator(_as_path), NAMES_A_FILE]
 # the interpreter of an environment: those of different environments may be links to the same file
 Interpreter = Annotated[str, AfterValidator(_as_path)]

@@ -1,4 +1,4 @@
-"""The weight of a loss term over a run: a number, or stages. A pure function of the step, so that resuming is exact."""
+"""Schedules the weight of a loss term over a run: a number, or stages; a pure function of the step, exact on resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Weight: TypeAlias = NonNegativeFloat | Annotated[list[WeightStage], AfterValidat
 
 
 def weight_at(weight: Weight, step: int) -> float:
-    """The weight of the update that follows `step` earlier ones; after the end of the last stage its weight remains.
+    """Returns the weight of the update that follows `step` earlier ones; the last stage's weight remains after its end.
 
     >>> [weight_at([WeightStage(0.0, until=1), WeightStage(1.0, until=3, start=0.0)], step) for step in range(4)]
     [0.0, 0.5, 1.0, 1.0]
@@ -65,10 +65,10 @@ def weight_at(weight: Weight, step: int) -> float:
 
 
 def largest(weight: Weight) -> float:
-    """The largest weight that a term has in any step."""
+    """Returns the largest weight that a term has in any step."""
     return max(max(stage.weight, stage.start or 0.0) for stage in weight) if isinstance(weight, list) else weight
 
 
 def vanishes(weight: Weight) -> bool:
-    """Whether a term has no weight in some steps."""
+    """Returns whether a term has no weight in some steps."""
     return any(stage.weight == 0 for stage in weight) if isinstance(weight, list) else weight == 0

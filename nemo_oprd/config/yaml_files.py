@@ -1,7 +1,7 @@
-"""The YAML files of a configuration as they stand, before Hydra composes them: which there are, and what is in them.
+"""Reads the YAML files of a configuration before Hydra composes them: lists the files and checks their contents.
 
 A file names others in its list `defaults`. Hydra follows a circle of them, and OmegaConf copies what an alias stands
-for, until memory or Python's stack ends; so both are looked for first, in the nodes that YAML's parser makes, where an
+for, until memory or Python's stack ends; so this module first detects both, in the nodes of YAML's parser, where an
 alias costs nothing.
 """
 
@@ -24,7 +24,7 @@ class YamlFile:
     group: str
 
     def holds(self, key: str) -> bool:
-        """Whether the file sets a key, or a group that the key is in."""
+        """Returns whether the file sets a key, or a group around it."""
         names = key.split(".")
         prefix = self.group.split(".") if self.group else []
         if names[: len(prefix)] != prefix:
@@ -38,10 +38,10 @@ class YamlFile:
 
 
 def composed_files(directory: Path, name: str, choices: dict[str, Any]) -> list[YamlFile]:
-    """The files that Hydra composes for configuration `name`, in its order: what a later one sets counts.
+    """Returns the files that Hydra composes for configuration `name`, in its order: later files override earlier ones.
 
     Args:
-        choices: files that the command line chooses, by the folder that they are in.
+        choices: files that the command line chooses, by their folder.
 
     Raises:
         ValueError: the lists `defaults` lead in a circle, or a file is too large or stands for too many values.
@@ -66,7 +66,7 @@ def _below(
             "not name each other: correct the list"
         )
     if not path.is_file():
-        return  # `load_config` says so
+        return  # `load_config` reports it
     text = checked_text(path)
     own = YamlFile(path, "" if text.startswith(GLOBAL) else group)
     content = _content(path) if "defaults" in text else None
@@ -95,7 +95,7 @@ def _chosen(
 
 
 def checked_text(path: Path) -> str:
-    """The text of a file; empty if it is no YAML. ValueError where reading it would take long or never end."""
+    """Returns the text of a file; "" if it is no YAML. Raises ValueError if reading it would take long or never end."""
     import yaml
 
     if path.stat().st_size > MOST_BYTES:
@@ -108,7 +108,7 @@ def checked_text(path: Path) -> str:
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, RecursionError):
-            return ""  # `load_config` says what is wrong
+            return ""  # `load_config` reports the mistake
         values = _values(root, {}, str(path))
         if values > MOST_VALUES:
             raise ValueError(
@@ -119,7 +119,7 @@ def checked_text(path: Path) -> str:
 
 
 def _values(node: Any, known: dict[int, int | None], where: str) -> int:
-    """The number of values below a node, those below an alias as often as it stands there."""
+    """Counts the values below a node, those below an alias once per use."""
     key = id(node)
     if known.get(key, 0) is None:
         raise ValueError(f"{where}: an alias stands inside its own anchor; expected values that end: write them out")
@@ -132,7 +132,7 @@ def _values(node: Any, known: dict[int, int | None], where: str) -> int:
 
 
 def _content(path: Path) -> Any:
-    """What a file holds; None where it is not plain YAML."""
+    """Returns the content of a file; None if it is not plain YAML."""
     import yaml
 
     try:

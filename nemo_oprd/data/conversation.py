@@ -1,7 +1,7 @@
-"""The conversation of a row of a prompt file: its messages, and the tools that the model may call.
+"""Reads the conversation of a row of a prompt file: its messages, and the tools that the model may call.
 
-Every field of a message goes to the chat templates. A column that would change what the model reads and that is not
-read here is refused by its name, because training on the rest would be training on another prompt. docs/data.md has
+Every field of a message goes to the chat templates. A column that would change the model's input and that this module
+does not read is refused by its name, because training without it would be training on another prompt. docs/data.md has
 the list.
 """
 
@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 from nemo_oprd.runtime.files import half_of_a_character
 
-Message: TypeAlias = dict[str, Any]  # "role", "content", and whatever else a chat template reads
+Message: TypeAlias = dict[str, Any]  # "role", "content", and all other fields that a chat template reads
 Tool: TypeAlias = dict[str, Any]  # a function's JSON schema, as chat templates take it
 
 PROMPT_FIELDS = ("prompt", "problem", "question")
 NEMO_GYM = "responses_create_params"
-# columns whose content would change the prompt -> what to do about it
+# columns whose content would change the prompt -> the fix
 UNREAD = dict.fromkeys(
     ("image", "images", "video", "videos", "audio", "audios", "multi_modal_data"),
     "models read text here: leave out the rows with such content, and the column",
@@ -36,7 +36,7 @@ SHAPES = (
 )
 FIELDS = (*PROMPT_FIELDS, NEMO_GYM, "tools", *UNREAD)
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
-# who answers a call; the problem stands in an earlier message then
+# roles that answer a call; the problem is then in an earlier message
 TOOL_ROLES = ("tool", "function", "ipython", "observation")
 NO_CONTENT: tuple[Any, ...] = (None, False, "", [], {})
 _PLACEHOLDER = "<image>"
@@ -46,9 +46,9 @@ _OBJECTS = re.compile(r"""\s*(?:\[\s*)?\{\s*["'}]""")
 
 
 def read_conversation(row: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-    """(Messages, at least one; tools) of a row.
+    """Returns (messages, at least one; tools) of a row.
 
-    NeMo Gym's `responses_create_params` counts before the other fields, because it is what that model server gets.
+    NeMo Gym's `responses_create_params` takes precedence over other fields, because its model server receives it.
 
     Args:
         where: the file and the row, for messages.
@@ -70,19 +70,19 @@ def read_conversation(row: Mapping[str, Any], where: str) -> tuple[tuple[Message
 
 
 def unread(where: str, name: str, value: Any, fix: str) -> ValueError:
-    """The error of a row with content in a column that is not read."""
+    """Returns the error of a row with content in a column that is not read."""
     return ValueError(
         f"{where}: {name} is {_shown(value)}, which would be left out of the prompt; expected none: {fix}"
     )
 
 
 def refused(where: str, value: Any, expected: str) -> ValueError:
-    """The error of a value that is not what was expected."""
+    """Returns the error of an unexpected value."""
     return ValueError(f"{where} is {_shown(value)}, expected {expected}")
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a parquet file without the keys that are null in its conversation and its tools.
+    """Removes the null keys in the conversation and the tools of a parquet row; returns the row.
 
     Parquet unites the structs of all rows, so an absent key comes back as null. A message's `content` is kept:
     templates tell null from an absent key there.
@@ -95,7 +95,7 @@ def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pruned(value: Any, keep: str | None = None) -> Any:
-    """`value` without null values of objects; `keep`: a key that stays in the objects of the outermost list."""
+    """Returns `value` without null values of objects; `keep`: a key that stays in the objects of the outermost list."""
     if isinstance(value, dict):
         return {name: _pruned(each) for name, each in value.items() if each is not None or name == keep}
     if isinstance(value, list):
@@ -104,7 +104,7 @@ def _pruned(value: Any, keep: str | None = None) -> Any:
 
 
 def fields_beside_text(messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> str:
-    """What tells a conversation from others with the same texts, as JSON; empty for a usual one.
+    """Returns the data that distinguish a conversation from others with the same texts, as JSON; "" for a usual one.
 
     A usual one has only roles and texts: of the user and the assistant in turn, the user's last, where an even number
     of messages begins with the system's.
@@ -125,7 +125,7 @@ def fields_beside_text(messages: tuple[Message, ...], tools: tuple[Tool, ...]) -
 
 
 def _messages(value: Any, where: str) -> tuple[Message, ...]:
-    """`where` names the file, the row and the field."""
+    """Returns the messages in a value; `where` names the file, the row and the field."""
     if isinstance(value, str):
         value = _conversation_in_text(value, where)
     if not isinstance(value, list) or not value:
@@ -137,7 +137,7 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def _conversation_in_text(text: str, where: str) -> Any:
-    """The messages that a text holds as JSON, or the text as the user's only message.
+    """Returns the messages that a text holds as JSON, or the text as the user's only message.
 
     Raises:
         ValueError: the text is JSON, or Python's notation, of objects that are no messages.
@@ -155,7 +155,7 @@ def _conversation_in_text(text: str, where: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """The value of a text in JSON, or in the notation of Python that `str` writes; None if it is neither."""
+    """Parses a text in JSON, or in the notation of Python that `str` writes; returns None if it is neither."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -186,7 +186,7 @@ def _message(value: Any, where: str, *, is_last: bool) -> Message:
 
 
 def _content(value: Any, where: str) -> Any:
-    """A message's content as text; the texts of parts follow each other, as templates that take parts write them."""
+    """Returns a message's content as text; joins the texts of parts, as templates that take parts do."""
     if isinstance(value, list):
         texts = []
         for part in value:
@@ -216,7 +216,7 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
 
 
 def _parsed(value: Any, where: str, kind: type) -> Any:
-    """A list or an object, which may be given as JSON text."""
+    """Returns a list or an object, which may be given as JSON text."""
     found = value
     if isinstance(value, str):
         try:
@@ -229,7 +229,7 @@ def _parsed(value: Any, where: str, kind: type) -> Any:
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raises ValueError unless `value` consists of what JSON has, in whole characters.
+    """Raises ValueError unless `value` consists of JSON types, in whole characters.
 
     Parquet files may hold dates or bytes, and JSON text inside a row may hold halves of characters.
     """
@@ -246,7 +246,7 @@ def _check_json(value: Any, where: str) -> None:
 
 
 def _of_nemo_gym(params: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-    """The conversation of a request to OpenAI's Responses API, as NeMo Gym turns it into one of its Chat API.
+    """Converts a request to OpenAI's Responses API to a conversation, as NeMo Gym converts it for its Chat API.
 
     Calls, and the reasoning before them, join the assistant's message; `strict` is no part of a tool's description.
     """
@@ -302,7 +302,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
 
 
 def _assistant(messages: list[Message]) -> Message:
-    """The assistant's message at the end, a new one if there is none."""
+    """Returns the assistant's message at the end; appends a new one if there is none."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]

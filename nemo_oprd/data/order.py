@@ -1,7 +1,7 @@
-"""The order in which training visits prompts: a pure function of (seed, position), also for files with weights.
+"""Computes the order in which training visits prompts, a pure function of (seed, position), also for weighted files.
 
 There is no iterator whose state a checkpoint would have to save: a run that resumes at a position sees the prompts that
-an uninterrupted run would have seen, whatever the sizes of its requests.
+an uninterrupted run would have seen, for any sizes of its requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def prompt_order(num_prompts: int, seed: int, start: int, count: int, stream: int = 0) -> list[int]:
-    """The prompts at positions start, ..., start+count-1 of an endless order in which every epoch is a new permutation.
+    """Returns the prompts at positions start, ..., start+count-1 of an endless order; each epoch is a new permutation.
 
     Example: `prompt_order(3, 0, 0, 4) == prompt_order(3, 0, 0, 2) + prompt_order(3, 0, 2, 2)`.
 
@@ -68,7 +68,7 @@ class PromptOrder:
     weights: tuple[Fraction, ...] | None = None
 
     def indices(self, seed: int, start: int, count: int) -> list[int]:
-        """The indices of the prompts at positions start, ..., start+count-1.
+        """Returns the indices of the prompts at positions start, ..., start+count-1.
 
         Raises:
             ValueError: as `prompt_order`.
@@ -84,10 +84,10 @@ class PromptOrder:
         return [offsets[number] + next(own[number]) for number in files]
 
     def _files(self, start: int, count: int) -> tuple[list[int], list[int]]:
-        """(Visits of each file before `start`, the file at each of the positions)."""
+        """Returns (visits of each file before `start`, the file at each of the positions)."""
         assert self.weights is not None
         total = sum(self.weights)
-        # By this time at most `start` visits have taken place, whatever was rounded up, and not many fewer.
+        # By this time at most `start` visits have taken place, with any rounding, and not many fewer.
         time = max(Fraction(0), Fraction(start - len(self.sizes)) / total)
         visits = [max(0, math.ceil(weight * time - Fraction(1, 2))) for weight in self.weights]
         skipped = start - sum(visits)
@@ -109,5 +109,5 @@ class PromptOrder:
 
 
 def exact_weights(weights: Sequence[float]) -> tuple[Fraction, ...]:
-    """The weights as the fractions that their decimal notation says: 0.1 is 1/10."""
+    """Returns the weights as the fractions of their decimal notation: 0.1 is 1/10."""
     return tuple(Fraction(str(weight)) for weight in weights)

@@ -1,7 +1,7 @@
-"""Training prompts from files: the suffix, a held-out split, duplicates, and what validation sets have in common.
+"""Prepares training prompts from files: suffix, held-out split, duplicates, and overlap with validation sets.
 
-In this order: the suffix is added; the held-out part is set aside; duplicates are counted or dropped; what remains is
-compared with the validation sets. Lengths in tokens are not checked here, because they belong to a tokenizer.
+`prepare` adds the suffix, holds problems out, and counts or drops duplicates, in this order; `decontaminate` compares
+the remaining prompts with the validation sets. Lengths in tokens are checked elsewhere: they depend on a tokenizer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from nemo_oprd.data.conversation import fields_beside_text
 from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
 from nemo_oprd.data.text import SuffixCounts, identity, normalize, share_of, with_suffix, without_instructions, words_of
 
-# Which validation problems stand in the training data: by their text in normal form, and by sequences of words.
+# Contamination: validation problems in the training data, found by their normal form and by sequences of words.
 #
 # A problem counts as contained in a training prompt if their texts are the same, or if the training prompt has half or
-# more of the problem's sequences of 13 words. Instructions that a file's prompts share are left out on both sides, and
-# so are sequences that many training prompts have ("can be written in the form ... where m and n are relatively
+# more of the problem's sequences of 13 words. Both sides leave out instructions that a file's prompts share, and
+# sequences that many training prompts have ("can be written in the form ... where m and n are relatively
 # prime"). Problems that were reworded, translated or given other numbers are not found; problems of fewer than 13 words
 # are found by their whole text only.
 
 
-# As in the decontamination of GPT-3: 13 words, and a sequence in more than 10 places of the training data says nothing.
+# As in the decontamination of GPT-3: 13 words; a sequence in more than 10 places of the training data is ignored.
 SEQUENCE_WORDS, COMMON_IN = 13, 10
 # Of DAPO-Math-17k and AMC 2023, half the sequences separated the same problems in other typesetting (0.5 to 1) from
 # different problems of one kind (nearly all below 0.1).
@@ -36,7 +36,7 @@ Sequence13 = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Overlap:
-    """A validation problem and the training prompt that has most of it.
+    """A validation problem and the training prompt with the largest share of it.
 
     Attributes:
         problem: index in the validation set.
@@ -59,8 +59,8 @@ class Texts:
     """The texts of one file in the forms that are compared.
 
     Attributes:
-        forms: per prompt, the normal forms of its problem, with and without the file's instructions, and what else the
-            chat template reads.
+        forms: per prompt, the normal forms of its problem, with and without the file's instructions, and the other
+            fields that the chat template reads.
         words: per prompt, the words of its problem without the instructions.
     """
 
@@ -86,9 +86,9 @@ class TrainingTexts:
                 self.by_form[form].append(index)
 
     def overlaps(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Overlap]]:
-        """Per validation set, its problems that share anything with a training prompt, in order.
+        """Returns per validation set its problems that share any sequence with a training prompt, in order.
 
-        A problem that is contained in several training prompts is there once for each of them.
+        A problem that several training prompts contain occurs once for each of them.
         """
         texts = {name: Texts(prompts) for name, prompts in sets.items()}
         wanted = {sequence for each in texts.values() for words in each.words for sequence in _sequences(words)}
@@ -119,25 +119,25 @@ def _sequences(words: list[str]) -> Iterator[Sequence13]:
     return zip(*(words[start:] for start in range(SEQUENCE_WORDS)), strict=False)
 
 
-# examples in data.json, per validation set, and how much of a text a message shows
+# examples in data.json, per validation set, and characters of a text in a message
 EXAMPLES, SHOWN = 20, 90
 
 
 @dataclass
 class DataReport:
-    """What was done to the training prompts: lines for the log, and the content of OUTPUT/data.json."""
+    """The report of the preparation of training prompts: lines for the log, and the content of OUTPUT/data.json."""
 
     lines: list[str] = field(default_factory=list)
     content: dict[str, Any] = field(default_factory=dict)
 
     def say(self, line: str) -> None:
-        """Adds a line that begins with the key that it is about."""
+        """Adds a line that begins with the configuration key of its subject."""
         self.lines.append(line)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The settings, as the keys of `data` with these names say; each of `weighted` files needs a prompt."""
+    """The settings: the keys of `data` with these names; each of `weighted` files needs a prompt."""
 
     files: tuple[str, ...]
     weighted: bool = False
@@ -149,7 +149,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class PreparedPrompts:
-    """The prompts to train on, per file and in file order, and those that were set aside, in the order of their hashes.
+    """The training prompts, per file and in file order, and the held-out problems, in the order of their hashes.
 
     The order of the held-out problems does not depend on the files, so `evaluation.limit` takes the same ones.
     """
@@ -179,7 +179,7 @@ def prepare(settings: Preparation, report: DataReport) -> PreparedPrompts:
 
 
 def say_suffix(counts: SuffixCounts, source: str, suffix: str | None, report: DataReport) -> None:
-    """Says what became of the suffix in prompts of `source`; nothing without a suffix."""
+    """Reports the counts of the suffix in prompts of `source`; nothing without a suffix."""
     if suffix is None:
         return
     report.content.setdefault("suffix", {})[source] = vars(counts)
@@ -192,7 +192,7 @@ def say_suffix(counts: SuffixCounts, source: str, suffix: str | None, report: Da
 def _split(
     settings: Preparation, files: list[list[Prompt]], identities: list[list[str]], report: DataReport
 ) -> tuple[list[list[Prompt]], list[list[str]], list[Prompt]]:
-    """(Training prompts per file, their identities, held-out problems, each once)."""
+    """Returns (training prompts per file, their identities, held-out problems, each once)."""
     if not settings.held_out:
         return files, identities, []
     aside: dict[str, Prompt] = {}
@@ -226,7 +226,7 @@ def _split(
 def _without_duplicates(
     settings: Preparation, files: list[list[Prompt]], identities: list[list[str]], report: DataReport
 ) -> list[list[Prompt]]:
-    """The files without later occurrences of a problem, if `data.deduplicate` is set; counted in any case."""
+    """Removes later occurrences of a problem, if `data.deduplicate` is set; reports their number in any case."""
     first: dict[str, str | None] = {}
     unique: list[list[Prompt]] = []
     repeated = contradicting = 0
@@ -256,7 +256,7 @@ def _without_duplicates(
 def decontaminate(
     settings: Preparation, prepared: PreparedPrompts, sets: dict[str, list[Prompt]], report: DataReport
 ) -> PreparedPrompts:
-    """Compares the training prompts with the validation sets and does what `data.contamination` says.
+    """Compares the training prompts with the validation sets and applies `data.contamination`; returns the prompts.
 
     Raises:
         ValueError: problems are contained and `data.contamination=refuse`, or nothing remains of a file.
@@ -302,7 +302,7 @@ def _say_contained(
     flat: list[tuple[str, Prompt]],
     report: DataReport,
 ) -> None:
-    """Says how many problems of a set are contained, with an example; raises with `data.contamination=refuse`."""
+    """Reports how many problems of a set are contained, with an example; raises with `data.contamination=refuse`."""
     number = len({overlap.problem for overlap in certain})
     same = len({overlap.problem for overlap in certain if overlap.same_text})
     example = next((overlap for overlap in certain if overlap.same_text), certain[0])
@@ -322,7 +322,7 @@ def _say_contained(
 
 
 def _set_content(problems: Sequence[Prompt], overlaps: list[Overlap], flat: list[tuple[str, Prompt]]) -> dict[str, Any]:
-    """What data.json says of a validation set: the counts, and the clearest examples."""
+    """Returns the entry of a validation set in data.json: the counts, and the clearest examples."""
     certain = [overlap for overlap in overlaps if overlap.is_contained]
     clearest = sorted(overlaps, key=lambda overlap: (not overlap.same_text, -overlap.share, overlap.problem))
     examples = []
@@ -354,6 +354,6 @@ def _check_not_empty(settings: Preparation, files: list[list[Prompt]]) -> None:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text, in one line."""
+    """Returns the beginning of a text, in one line."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."

@@ -1,7 +1,7 @@
-"""Prompts from parquet or JSONL files.
+"""Reads prompts from parquet or JSONL files.
 
-Files are read whole: prompt sets are tens of megabytes. Chat templates and token ids are not handled here, because they
-belong to a tokenizer and two tokenizers may read one prompt.
+It reads files whole: prompt sets are tens of megabytes. Chat templates and token ids are handled elsewhere, because
+they belong to a tokenizer and two tokenizers may read one prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nemo_oprd.runtime.files import parse_json, refuse_lfs_pointer, why_no_file
 
 # the name of the validation set that `data.held_out` makes
 HELD_OUT = "held_out"
-# where a file may say what a problem is about and how hard it is; the first that is there counts
+# fields for the subject and the difficulty of a problem; the first existing one counts
 SUBJECT_FIELDS, LEVEL_FIELDS = ("subject", "type"), ("level", "difficulty")
 OTHER_FIELDS = ("answer", "hint", "data_source", "agent_ref", "reward_model", "extra_info", "id")
 FIELDS = (*conversation.FIELDS, *SUBJECT_FIELDS, *LEVEL_FIELDS, *OTHER_FIELDS)
@@ -36,7 +36,7 @@ class Prompt:
             the agent in NeMo Gym's `agent_ref`, else the file's name without its extension.
         index: position in the file, from 0, not counting blank lines.
         hint: privileged information for the teacher only, such as a worked solution; None if the file has none.
-        subject, level: what the problem is about and how hard it is, for tables; None if the file does not say.
+        subject, level: the problem's subject and difficulty, for tables; None if the file has none.
         tools: JSON schemas of the functions that the model may call, for the chat templates.
 
     Example: `Prompt(({"role": "user", "content": "What is 2+3?"},), "5", "toy", 0)`.
@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def asked(self) -> int:
-        """The index of the message with the problem: the last one, or the user's before the results of calls."""
+        """Returns the index of the message with the problem: the last one, or the user's before results of calls."""
         last = len(self.messages) - 1
         if self.messages[last]["role"] not in TOOL_ROLES:
             return last
@@ -61,16 +61,16 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The problem: the content of the last message, or of the user's last one if the results of calls follow it."""
+        """Returns the problem: the last message's content, or that of the user's last one before results of calls."""
         return str(self.messages[self.asked]["content"])
 
     def with_text(self, text: str) -> tuple[Message, ...]:
-        """The conversation with another problem."""
+        """Returns the conversation with another problem."""
         at = self.asked
         return (*self.messages[:at], {**self.messages[at], "content": text}, *self.messages[at + 1 :])
 
     def teacher_messages(self, template: str | None) -> tuple[Message, ...]:
-        """The conversation that the teacher reads: the problem is inserted into `template` (`teacher.prompt`).
+        """Returns the conversation that the teacher reads: `template` (`teacher.prompt`) with the problem inserted.
 
         {prompt}, {answer} and {hint} are replaced; other braces, as in formulas, are kept. Without a template the
         conversation is unchanged.
@@ -128,7 +128,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (where, row); reads only the columns that may be needed, and of columns of images only what shows them."""
+    """Yields (where, row); reads only columns that may be needed, and of image columns only enough to detect images."""
     import pyarrow as pa  # imported only for parquet files, because the import takes some 100 ms
     import pyarrow.parquet as pq
 
@@ -163,7 +163,7 @@ def _refuse_unread(path: Path, file: Any, names: list[str]) -> None:
 def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     if not isinstance(row, dict):
         raise refused(where, row, f"an object of the shape {SHAPES}")
-    agent = row.get("agent_ref")  # of NeMo Gym, which chooses a response's teacher by it
+    agent = row.get("agent_ref")  # of NeMo Gym, which uses it to choose a response's teacher
     source = _text(row, "data_source", where, "the name of the data set")
     if not source and isinstance(agent, dict):
         source = _text(agent, "name", f"{where}: agent_ref", "the agent's name")
@@ -189,7 +189,7 @@ def _text(row: dict[str, Any], name: str, where: str, meaning: str) -> str:
 
 
 def _label(row: dict[str, Any], names: tuple[str, ...]) -> str | None:
-    """The first of these fields, of the row or of its `extra_info`, that is a text or a whole number."""
+    """Returns the first of these fields, of the row or of its `extra_info`, that is a text or a whole number."""
     extra = row.get("extra_info")
     for fields in (row, extra if isinstance(extra, dict) else {}):
         for name in names:
@@ -200,13 +200,13 @@ def _label(row: dict[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def _subject_of_math(identity: Any) -> str | None:
-    """The subject in an id of the MATH data set: `test/precalculus/807.json` -> `precalculus`."""
+    """Returns the subject in an id of the MATH data set: `test/precalculus/807.json` -> `precalculus`."""
     found = re.fullmatch(r"(?:test|train)/(\w+)/\d+\.json", identity) if isinstance(identity, str) else None
     return found[1] if found else None
 
 
 def _answer(row: dict[str, Any]) -> str | None:
-    """The reference answer; None if there is none, or one that is no text and no number, as training needs none."""
+    """Returns the reference answer; None if there is none, or no text or number: training needs none."""
     reward = row.get("reward_model")
     for value in (reward.get("ground_truth") if isinstance(reward, dict) else None, row.get("answer")):
         if isinstance(value, str | int | float) and not isinstance(value, bool) and value == value:  # nan is no number

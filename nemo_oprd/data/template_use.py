@@ -1,7 +1,7 @@
-"""What a chat template makes of the conversations of a prompt file: fields that it leaves out, the date, an example.
+"""Examines a chat template on the conversations of a prompt file: unread fields, the date, an example.
 
-A template reads some fields of a message and not others, and nothing in its output shows which. Each field is therefore
-taken away from conversations that have it: a field whose absence changes no rendering is left out.
+A template reads some fields of a message and not others, and its output does not show which. This module therefore
+removes each field from conversations that have it: a field whose absence changes no rendering is unread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOOLS = "tools"
 
 
 class Asked(Protocol):
-    """A prompt or a request."""
+    """A protocol: a prompt or a request."""
 
     @property
     def messages(self) -> tuple[Message, ...]: ...
@@ -28,7 +28,7 @@ class Asked(Protocol):
 
 
 def unread_fields(tokenizer: Tokenizer, asked: Sequence[Asked]) -> dict[str, int]:
-    """The fields that the template leaves out -> the number of conversations that have them; `TOOLS` for the tools.
+    """Returns fields that the template does not read -> number of conversations with them; `TOOLS` for the tools.
 
     Raises:
         ValueError: the template fails on one of the conversations that are tried.
@@ -41,7 +41,7 @@ def unread_fields(tokenizer: Tokenizer, asked: Sequence[Asked]) -> dict[str, int
 
 
 def template_notes(tokenizer: Tokenizer, asked: Sequence[Asked], source: str, reader: str) -> list[str]:
-    """Lines about what the template of `reader` ("the student") leaves out of the prompts of `source`, and the date.
+    """Returns lines about the fields of `source`'s prompts that the template of `reader` does not read, and the date.
 
     Raises:
         ValueError: as `unread_fields`.
@@ -63,7 +63,7 @@ def template_notes(tokenizer: Tokenizer, asked: Sequence[Asked], source: str, re
 
 
 def examples(tokenizer: Tokenizer, prompts: Sequence[Any], most: int = 8) -> Iterator[tuple[str, str]]:
-    """(Data source, its first prompt as the model reads it), of at most `most` sources; `prompts` are `Prompt`s.
+    """Yields (data source, its first prompt as the model reads it), of at most `most` sources; `prompts` are `Prompt`s.
 
     Raises:
         ValueError: the template fails on one of them.
@@ -74,7 +74,7 @@ def examples(tokenizer: Tokenizer, prompts: Sequence[Any], most: int = 8) -> Ite
 
 
 def _fields(asked: Asked) -> list[str]:
-    """The fields of a conversation beside roles and texts, each once, in their order."""
+    """Returns the fields of a conversation besides roles and texts, each once, in their order."""
     found = (name for message in asked.messages for name, value in message.items() if value not in NO_CONTENT)
     return [
         *dict.fromkeys(name for name in found if name not in ("role", "content")),
@@ -83,7 +83,7 @@ def _fields(asked: Asked) -> list[str]:
 
 
 def _is_read(tokenizer: Tokenizer, name: str, having: Sequence[Asked]) -> bool:
-    """Whether any of some conversations is rendered differently without the field."""
+    """Returns whether any of the conversations `having` the field is rendered differently without it."""
     for each in having[:: -(-len(having) // TRIED)]:
         whole = tokenizer.render(each.messages, True, each.tools)
         messages = [{key: value for key, value in message.items() if key != name} for message in each.messages]

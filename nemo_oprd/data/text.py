@@ -1,4 +1,4 @@
-r"""When two prompts are the same problem: a normal form of their text, its words, and a suffix that is added once.
+r"""Decides whether two prompts are the same problem, by a normal form of their text; adds a suffix once.
 
 Prompt collections repeat each other with small differences: `$n$` or `n`, `\left(` or `(`, another number of spaces.
 The normal form removes these and keeps what changes a problem: digits, operators, and the space between two words or
@@ -31,7 +31,7 @@ INSTRUCTION_WORDS, INSTRUCTION_SHARE = 5, 0.5
 
 
 def normalize(text: str) -> str:
-    r"""The normal form of a text: Unicode's NFKC, no capitals, no typesetting, single spaces, none beside a mark.
+    r"""Returns a text's normal form: Unicode's NFKC, no capitals, no typesetting, single spaces, none beside a mark.
 
     Example: `normalize("Find  $x + 1$ .") == "find x+1."`.
     """
@@ -40,14 +40,14 @@ def normalize(text: str) -> str:
 
 
 def words_of(normal: str) -> list[str]:
-    """The words of a normal form: runs of letters and digits, without marks."""
+    """Returns the words of a normal form: runs of letters and digits, without marks."""
     return _WORD.findall(normal)
 
 
 def identity(prompt: Prompt, suffix: str | None = None) -> str:
-    """The text that identifies a problem: the normal forms of all its messages, without `suffix` at the problem's end.
+    """Returns the text that identifies a problem: normal forms of all its messages, without `suffix` at its end.
 
-    What else a chat template reads, such as calls and tools, is a part of it. Prompts with one identity are the same
+    It includes all else that a chat template reads, such as calls and tools. Prompts with one identity are the same
     problem: they count as duplicates, and a held-out split keeps them together.
     """
     parts = [normalize(message.get("content") or "") for message in prompt.messages]
@@ -57,14 +57,14 @@ def identity(prompt: Prompt, suffix: str | None = None) -> str:
 
 
 def share_of(identity_text: str) -> float:
-    """A number in [0, 1) that depends on nothing but this text: the beginning of its sha256."""
+    """Returns a number in [0, 1) that depends only on this text: the beginning of its sha256."""
     digest = hashlib.sha256(identity_text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / (1 << 48)
 
 
 @dataclass(frozen=True)
 class SuffixCounts:
-    """How many prompts got a suffix, had it, or ask for a box in other words and therefore got none."""
+    """Counts of prompts that got a suffix, had it, or got none because they ask for a box in other words."""
 
     added: int = 0
     present: int = 0
@@ -75,7 +75,7 @@ class SuffixCounts:
 
 
 def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Prompt], SuffixCounts]:
-    r"""The prompts with `suffix` at the end of their problem (`Prompt.text`), and the counts of what was done.
+    r"""Adds `suffix` at the end of each problem (`Prompt.text`); returns the prompts and the counts.
 
     A prompt that has the suffix already, anywhere in its problem and with any spacing, is unchanged. A suffix of
     one or two words counts at the end only, because problems may hold such words themselves. If the suffix asks for
@@ -101,14 +101,14 @@ def with_suffix(prompts: Sequence[Prompt], suffix: str | None) -> tuple[list[Pro
 
 
 def _has(content: str, suffix: str, normal: str) -> bool:
-    """Whether a message has the suffix, whose normal form is `normal`."""
+    """Returns whether a message has the suffix, whose normal form is `normal`."""
     if len(words_of(normal)) > 2:
         return normal in normalize(content)
     return normalize(content).endswith(normal) if normal else content.rstrip().endswith(suffix.strip())
 
 
 def without_instructions(texts: Sequence[str]) -> list[str]:
-    """The texts of one file without the instructions with which half of them or more begin or end.
+    """Removes from the texts of one file the instructions with which half of them or more begin or end.
 
     Two collections of the same problems usually ask for the answer in different words. A text that would be empty then
     is unchanged.
@@ -125,13 +125,13 @@ def without_instructions(texts: Sequence[str]) -> list[str]:
 
 
 def _whole_sentences_at_the_beginning(words: list[str]) -> list[str]:
-    """Without the words behind the last sentence, with which the problems themselves begin ("... step. What is")."""
+    """Drops the words after the last sentence, with which the problems themselves begin ("... step. What is")."""
     ends = [number for number, word in enumerate(words, 1) if _SENTENCE_END.search(word)]
     return words[: ends[-1]] if ends else words
 
 
 def _whole_sentences_at_the_end(words: list[str]) -> list[str]:
-    """Without the words before the first sentence, with which the problems themselves end ("of n? Please ...")."""
+    """Drops the words before the first sentence, with which the problems themselves end ("of n? Please ...")."""
     if not words or not words[0][0].islower():
         return words
     ends = [number for number, word in enumerate(words, 1) if _SENTENCE_END.search(word)]
@@ -139,7 +139,7 @@ def _whole_sentences_at_the_end(words: list[str]) -> list[str]:
 
 
 def _shared_beginning(split: Iterable[list[str]]) -> list[str]:
-    """The words with which half of the texts begin, as many as possible; [] if these are too few."""
+    """Returns the words with which half of the texts begin, as many as possible; [] if these are too few."""
     alive = list(split)
     needed, shared = max(2, INSTRUCTION_SHARE * len(alive)), list[str]()
     while True:

@@ -1,10 +1,10 @@
-"""The alignment of two tokenizations of one response: which teacher token stands for which student token.
+"""Aligns two tokenizations of one response: finds each student token's teacher token, and the equal parts of texts.
 
 The student's response is converted to text, byte for byte, and tokenized again with the teacher's tokenizer; the
 teacher reads it after the prompt in the teacher's chat template. Token ends are byte offsets in that text. The partner
 of a student token is the last teacher token that ends at or before the end of the student token, so that the teacher
-has read no text that the student has not read. Student tokens without a partner are masked, and the coverage (the share
-of tokens that remain) is computed.
+has read no text that the student has not read. `align_batch` masks student tokens without a partner, and computes the
+coverage (the share of tokens that remain).
 
 The response never passes through the template: a template may drop or move the reasoning of earlier turns, which is
 right for history but wrong for the response. A template that rewrites plain text is rejected, because a teacher trained
@@ -28,9 +28,9 @@ from nemo_oprd.data.conversation import Tool
 from nemo_oprd.data.token_bytes import ByteTable, byte_table, check_ids
 from nemo_oprd.data.tokenizer import Messages, Tokenizer, fingerprint, teacher_eos_id, teacher_prompts
 
-# Finds the equal parts of two byte strings: for text that a tokenizer changes (composed accents, merged spaces).
+# Equal parts of two byte strings: for text that a tokenizer changes (composed accents, merged spaces).
 #
-# Runs of equal bytes are followed to their end; after a difference, the search resumes at the nearest place where both
+# The search follows runs of equal bytes to their end; after a difference, it resumes at the nearest place where both
 # strings agree again. The cost is linear for equal texts, plus a bounded search per difference. The result is not a
 # shortest edit script: equal parts that the search misses are omitted, and the caller masks them.
 
@@ -44,7 +44,7 @@ ANCHORS = ((6, 24), (8, 256), (4, 32), (16, 4096))
 
 
 def equal_spans(text: bytes, other: bytes) -> np.ndarray:
-    """int64 [m, 3]: runs (i, j, n) with text[i : i + n] == other[j : j + n], ascending, of whole UTF-8 characters.
+    """Returns int64 [m, 3]: runs (i, j, n), text[i : i + n] == other[j : j + n], ascending, of whole UTF-8 characters.
 
     Example: b"abcdefgh-x" and b"abcdefgh_x" -> [[0, 0, 8], [9, 9, 1]].
     """
@@ -69,7 +69,7 @@ def equal_spans(text: bytes, other: bytes) -> np.ndarray:
 
 
 def map_ends(spans: np.ndarray, ends_other: np.ndarray) -> np.ndarray:
-    """int64 [n]: byte offsets in the other string -> offsets in the text; -1 for 0 and outside the equal runs.
+    """Maps byte offsets in the other string to the text: int64 [n]; -1 for 0 and outside the equal runs.
 
     Args:
         spans: [m, 3] from `equal_spans`.
@@ -84,7 +84,7 @@ def map_ends(spans: np.ndarray, ends_other: np.ndarray) -> np.ndarray:
 
 
 def bytes_outside(spans: np.ndarray, length: int) -> np.ndarray:
-    """int64 [length + 1]: how many bytes of the text before each offset belong to no run of `spans`."""
+    """Returns int64 [length + 1]: the number of bytes of the text before each offset that are in no run of `spans`."""
     outside = np.ones(length, dtype=np.int64)
     for i, _, n in spans.tolist():
         outside[i : i + n] = 0
@@ -92,7 +92,7 @@ def bytes_outside(spans: np.ndarray, length: int) -> np.ndarray:
 
 
 def _normalised_spans(text: bytes, other: bytes) -> np.ndarray | None:
-    """The equal runs, compared letter by letter, if `other` is a normal form of the text; otherwise None."""
+    """Returns the equal runs, compared letter by letter, if `other` is a normal form of the text; otherwise None."""
     letters = text.decode()
     for form in FORMS:
         if unicodedata.normalize(form, letters).encode() != other:
@@ -111,14 +111,14 @@ def _normalised_spans(text: bytes, other: bytes) -> np.ndarray | None:
 
 
 def _with_marks(text: str) -> list[str]:
-    """The text cut before every character that is not a combining mark."""
+    """Splits the text before every character that is not a combining mark."""
     starts = [at for at, character in enumerate(text) if not unicodedata.combining(character)]
     edges = [0, *(at for at in starts if at), len(text)]
     return [text[a:b] for a, b in pairwise(edges)]
 
 
 def _common_prefix(a: bytes, b: bytes, i: int, j: int) -> int:
-    """How many bytes agree from a[i] and b[j] on. Compares pieces of growing size: runs may be short or very long."""
+    """Counts the bytes that agree from a[i] and b[j] on, in pieces of growing size: runs may be short or very long."""
     n, piece = 0, 32
     while True:
         x, y = a[i + n : i + n + piece], b[j + n : j + n + piece]
@@ -131,7 +131,7 @@ def _common_prefix(a: bytes, b: bytes, i: int, j: int) -> int:
 
 
 def _resume(a: bytes, b: bytes, i: int, j: int) -> tuple[int, int] | None:
-    """The fewest bytes to skip in `a` from i and in `b` from j until both agree again; None if none is found."""
+    """Returns the fewest bytes to skip in `a` from i and in `b` from j until both agree again; None if not found."""
     for length, reach in ANCHORS:
         best: tuple[int, int] | None = None
         for skip_a in range(min(reach, len(a) - i - length) + 1):
@@ -146,7 +146,7 @@ def _resume(a: bytes, b: bytes, i: int, j: int) -> tuple[int, int] | None:
 
 
 def _whole_characters(a: bytes, b: bytes, i: int, j: int, n: int) -> tuple[int, int, int]:
-    """The run without incomplete characters at its edges: part of an accented letter's bytes is not that letter."""
+    """Removes incomplete characters at the edges of a run: part of an accented letter's bytes is not that letter."""
 
     def inside(offset: int) -> bool:
         return any(k + offset < len(s) and s[k + offset] & 0xC0 == 0x80 for s, k in ((a, i), (b, j)))
@@ -187,13 +187,13 @@ class Alignment:
 
     @property
     def coverage(self) -> float:
-        """The share of the student's mask-1 tokens that have a partner; 1 where there are none."""
+        """Returns the share of the student's mask-1 tokens that have a partner; 1 if there are none."""
         return float(self.mask.sum()) / self.num_supervised if self.num_supervised else 1.0
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many tokens of a batch are aligned.
+    """Counts of the aligned tokens of a batch.
 
     `tokens` counts the tokens with mask 1, `aligned` those that have a partner; `lowest` is the lowest coverage of one
     response; `changed` counts the responses whose text is changed by encoding and decoding, `changed_bytes` the bytes.
@@ -208,7 +208,7 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The aligned share of all mask-1 tokens of the batch; 1 where there are none."""
+        """Returns the aligned share of all mask-1 tokens of the batch; 1 if there are none."""
         return self.aligned / self.tokens if self.tokens else 1.0
 
     def __str__(self) -> str:
@@ -246,7 +246,7 @@ def align_batch(
     exact: bool = False,
     min_coverage: float = MIN_COVERAGE,
 ) -> list[Alignment]:
-    """Aligns B responses.
+    """Aligns B responses; returns one alignment for each.
 
     Where the vocabularies are equal, the teacher gets the student's ids unchanged and the alignment is the identity.
     Otherwise these tokens are masked: special tokens inside a response, which have no text; tokens whose bytes are not
@@ -295,7 +295,7 @@ def align_batch(
 
 
 def coverage_of(alignments: Sequence[Alignment]) -> Coverage:
-    """The batch's coverage, weighted by token counts, and the lowest coverage of a response."""
+    """Returns the batch's coverage, weighted by token counts, and the lowest coverage of a response."""
     return Coverage(
         responses=len(alignments),
         tokens=sum(alignment.num_supervised for alignment in alignments),
@@ -307,7 +307,7 @@ def coverage_of(alignments: Sequence[Alignment]) -> Coverage:
 
 
 def check_coverage(coverage: Coverage, minimum: float, *, exact: bool) -> None:
-    """Raises ValueError where the batch's coverage is below `minimum`."""
+    """Raises ValueError if the batch's coverage is below `minimum`."""
     if coverage.share >= minimum:
         return
     fix = "align without `exact`, or lower the minimum" if exact else "check that these are the student's ids"
@@ -321,7 +321,7 @@ def _ids(ids: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _mask(mask: Sequence[int] | np.ndarray | None, length: int, at: int) -> np.ndarray:
-    """The mask as bool [n]; `at` is the response's number, for the error message."""
+    """Returns the mask as bool [n]; `at` is the response's number, for the error message."""
     if mask is None:
         return np.ones(length, dtype=bool)
     if len(mask) != length:
@@ -333,7 +333,7 @@ def _mask(mask: Sequence[int] | np.ndarray | None, length: int, at: int) -> np.n
 
 
 def _to_text(student: Tokenizer, ids: Sequence[int] | np.ndarray) -> _Response:
-    """The response's text and where its tokens end in the text; each invalid byte becomes one U+FFFD."""
+    """Returns the response's text and the ends of its tokens in it; each invalid byte becomes one U+FFFD."""
     table, array = byte_table(student), check_ids(student, ids)
     raw = table.join(array.tolist())
     prefix = table.prefix(raw)
@@ -346,7 +346,7 @@ def _to_text(student: Tokenizer, ids: Sequence[int] | np.ndarray) -> _Response:
 
 
 def _valid_utf8(raw: bytes) -> tuple[bytes, np.ndarray]:
-    """(the text, with U+FFFD for each byte that is not part of a character; the offsets of those bytes in `raw`)."""
+    """Returns (text with U+FFFD for each byte that is not part of a character; the offsets of those bytes in `raw`)."""
     try:
         raw.decode()
     except UnicodeDecodeError:
@@ -361,7 +361,7 @@ def _valid_utf8(raw: bytes) -> tuple[bytes, np.ndarray]:
 
 
 def _partners(response: _Response, table: ByteTable, teacher_ids: list[int], exact: bool) -> tuple[np.ndarray, int]:
-    """(int64 [n] partners among the teacher's text tokens, -1 for none; number of bytes that encoding changes)."""
+    """Returns (int64 [n] partners among the teacher's text tokens, -1: none; number of bytes that encoding changes)."""
     raw = table.join(teacher_ids)
     # Sentencepiece models put a space before a text (some only if it does not begin with one); that space is not part
     # of the response.

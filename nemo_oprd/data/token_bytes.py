@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary stands for, and where the tokens of a response end in its text.
+"""Derives the bytes of each token of a vocabulary, from which the ends of a response's tokens in its text follow.
 
 The table holds bytes because decoding prefixes of a response fails: a prefix may end inside a character, and decoding
 all prefixes takes quadratic time. A token's bytes follow from the tokenizer's decoder, so the table is derived from the
@@ -43,11 +43,11 @@ class ByteTable:
     strips_prefix: bool
 
     def join(self, ids: Sequence[int]) -> bytes:
-        """The concatenated bytes of the tokens, including a prefix space."""
+        """Returns the concatenated bytes of the tokens, including a prefix space."""
         return b"".join(map(self.pieces.__getitem__, ids))
 
     def prefix(self, raw: bytes) -> int:
-        """How many bytes decoding removes from the start of `raw`, the result of `join`: 0 or 1."""
+        """Returns how many bytes decoding removes from the start of `raw`, the result of `join`: 0 or 1."""
         return int(self.strips_prefix and raw[:1] == b" ")
 
 
@@ -55,7 +55,7 @@ _TABLES: WeakKeyDictionary[Tokenizer, ByteTable] = WeakKeyDictionary()
 
 
 def byte_table(tokenizer: Tokenizer) -> ByteTable:
-    """The byte table of a tokenizer, built at the first call and cached for the lifetime of the tokenizer.
+    """Returns the byte table of a tokenizer, built at the first call and cached for the lifetime of the tokenizer.
 
     Raises:
         ValueError: the bytes of the tokens can't be derived from the tokenizer's decoder.
@@ -66,7 +66,7 @@ def byte_table(tokenizer: Tokenizer) -> ByteTable:
 
 
 def check_ids(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The ids as int64 [n], after a check that every id has a token in the vocabulary.
+    """Checks that every id has a token in the vocabulary; returns the ids as int64 [n].
 
     Raises:
         ValueError: an id has no token, for example because the ids come from another tokenizer.
@@ -110,7 +110,7 @@ def _build(tokenizer: Tokenizer) -> ByteTable:
 
 
 def _fast_decoder(tokenizer: Tokenizer, backend: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
-    """(token -> bytes, whether decoding strips a prefix space) for a tokenizer.json whose decoder joins its tokens."""
+    """Returns (token -> bytes, whether decoding strips a prefix space) for a tokenizer.json that joins its tokens."""
     decoders = _flatten(backend["decoder"])
     kinds = [decoder["type"] for decoder in decoders]
     if not kinds or not set(kinds) <= {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
@@ -137,7 +137,7 @@ def _fast_decoder(tokenizer: Tokenizer, backend: dict[str, Any]) -> tuple[Callab
 
 
 def _sentencepiece_decoder(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """The same as `_fast_decoder`, for a slow tokenizer that holds a sentencepiece model."""
+    """Returns the same as `_fast_decoder`, for a slow tokenizer that holds a sentencepiece model."""
     model = getattr(tokenizer.hf, "sp_model", None)
     if model is None:
         raise _no_offsets(tokenizer, f"{type(tokenizer.hf).__name__} has neither a tokenizer.json nor a sentencepiece")
@@ -162,7 +162,7 @@ def _piece(token: str, marks: list[str], byte_pieces: dict[str, bytes]) -> bytes
 
 
 def _byte_level(token: str, verbatim: frozenset[str]) -> bytes:
-    """Bytes of a token in GPT-2's alphabet, where every character stands for a byte; added tokens are plain UTF-8."""
+    """Returns a token's bytes in GPT-2's alphabet, where each character is a byte; added tokens are plain UTF-8."""
     if token in verbatim:
         return token.encode("utf-8")
     alphabet = _byte_alphabet()
@@ -174,7 +174,7 @@ def _byte_level(token: str, verbatim: frozenset[str]) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte: printable Latin-1 characters stand for themselves, the 68 other bytes start at U+0100."""
+    """Returns character -> byte: printable Latin-1 characters are themselves, the 68 other bytes start at U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(0x100 + i): value for i, value in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Sets of token ids: those that an engine may sample, and those that two models both know.
+"""Sets of token ids: the ids that an engine may sample, and the ids that two models share.
 
 A model has rows for `vocab_size` ids, often more than its tokenizer has tokens: the embedding is padded, and added
-tokens may leave gaps. A row without a token is trained by nobody, so whatever it is given, it must not be sampled.
+tokens may leave gaps. A row without a token is never trained, so an engine must not sample it.
 
 No torch, because the client process of vLLM servers imports this module.
 """
@@ -31,7 +31,7 @@ class TokenIds:
 
     @staticmethod
     def of(ids: Iterable[int], limit: int) -> TokenIds:
-        """Those of `ids`, in any order, that are below `limit`.
+        """Returns the set of those `ids`, in any order, that are below `limit`.
 
         Raises:
             ValueError: there is none.
@@ -52,21 +52,21 @@ class TokenIds:
 
     @property
     def mask(self) -> np.ndarray:
-        """Bool [limit]: which ids are in the set."""
+        """Returns bool [limit]: true for the ids in the set."""
         mask = np.ones(self.limit, dtype=bool)
         for start, end in self.gaps:
             mask[start:end] = False
         return mask
 
     def outside(self, ids: Sequence[int]) -> list[int]:
-        """Those of `ids` that are not in the set, in their order."""
+        """Returns those `ids` that are not in the set, in their order."""
         if not self.gaps:
             return [i for i in ids if not 0 <= i < self.limit]
         known = self.mask.tobytes()  # single bytes are read faster than items of an array
         return [i for i in ids if not (0 <= i < self.limit and known[i])]
 
     def missing_below(self, limit: int) -> tuple[tuple[int, int], ...]:
-        """(First id, end) of each run of ids below `limit`, which is at least this one, that are not in the set."""
+        """Returns (first id, end) of each run of ids outside the set below `limit`, which is at least this one."""
         return self.gaps if limit == self.limit else (*self.gaps, (self.limit, limit))
 
     def __len__(self) -> int:

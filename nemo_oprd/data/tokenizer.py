@@ -1,7 +1,7 @@
-"""A model's tokenizer: conversations and text -> ids -> text, the ids that end a response, and a fingerprint.
+"""A model's tokenizer: conversations and text -> ids -> text, stop ids, fingerprint, and a teacher's prompts (cached).
 
 A thin wrapper around Hugging Face's `AutoTokenizer`. It exists because the stop ids may be in any of three files, and
-because special tokens that a chat template has already written must not be added twice. Batches, padding and truncation
+because special tokens that a chat template has already added must not be added twice. Batches, padding and truncation
 are not supported (packs are made of exact id lists); code from the model's repository is never run.
 """
 
@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-# what the project itself gives to `apply_chat_template`, or transformers takes for settings of its own
+# variables that the project itself passes to `apply_chat_template`, or that are settings of transformers
 _NO_TEMPLATE_VARIABLES = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -142,7 +142,7 @@ class Tokenizer:
         self.hf.chat_template = text
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """The ids of the conversation in the model's chat template, up to where the model's response begins.
+        """Returns the ids of the conversation in the model's chat template, up to the start of the model's response.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template rejects the conversation.
@@ -153,11 +153,11 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = (), **variables: Any
     ) -> str:
-        """The conversation as text in the model's chat template.
+        """Returns the conversation as text in the model's chat template.
 
         Args:
-            add_generation_prompt: also write what precedes the model's next response.
-            variables: of the template, in place of those that are set.
+            add_generation_prompt: also write the beginning of the model's next turn.
+            variables: of the template, in place of the configured ones.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template rejects the conversation.
@@ -169,7 +169,7 @@ class Tokenizer:
         )
 
     def reads_clock(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
-        """Whether the chat template writes the time into this conversation, for example "Today Date: 26 Nov 2026".
+        """Returns whether the chat template writes the time into this conversation, e.g. "Today Date: 26 Nov 2026".
 
         transformers gives templates a function `strftime_now`. A variable of that name that is a text takes its place,
         so that a template which calls it fails.
@@ -182,7 +182,7 @@ class Tokenizer:
         return False
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, without added special tokens; special tokens in a text are read as ordinary characters.
+        """Returns the ids of each text, without added special tokens; special tokens in a text are ordinary characters.
 
         Added tokens that are not special (`<think>`) keep their ids: a model writes them as part of its text.
         """
@@ -220,11 +220,11 @@ class Tokenizer:
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without beginning- or end-of-sequence tokens."""
+        """Returns the ids of `text`, without beginning- or end-of-sequence tokens."""
         return list(self.hf.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`, without special tokens such as the end of sequence; spaces are not changed."""
+        """Returns the text of `ids`, without special tokens such as the end of sequence; keeps spaces unchanged."""
         return str(
             self.hf.decode(
                 np.asarray(ids, np.int64).tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -232,7 +232,7 @@ class Tokenizer:
         )
 
     def conversation(self) -> dict[str, Any]:
-        """How this tokenizer renders conversations, as plain values: the template's sha256, and what it gets."""
+        """Returns the rendering settings of conversations as plain values: the template's sha256 and its variables."""
         template = json.dumps(self.hf.chat_template, sort_keys=True)
         return {
             "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
@@ -241,17 +241,17 @@ class Tokenizer:
         }
 
     def ids(self, limit: int) -> TokenIds:
-        """The ids below `limit` that have a token; ValueError if there is none."""
+        """Returns the ids below `limit` that have a token; raises ValueError if there is none."""
         return TokenIds.of(self._vocab.values(), limit)
 
     def reads_ids_of(self, other: Tokenizer) -> bool:
-        """Whether every id with a token in the other tokenizer stands for the same token here; there may be more."""
+        """Returns whether every id with a token in the other tokenizer has the same token here; there may be more."""
         return other._vocab.items() <= self._vocab.items()
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.
+        """Returns the sha256 (hex) of the token -> id mapping: equal for equal vocabularies, in any process.
 
-        Merges, normalisation and the chat template are not hashed: the fingerprint tells whether two models share ids.
+        It excludes merges, normalisation and the chat template: the fingerprint shows whether two models share ids.
         """
         pairs = json.dumps(sorted(self._vocab.items()), ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(pairs.encode("ascii")).hexdigest()
@@ -262,12 +262,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _template_of_processor(path: Path) -> Any:
-    """The chat template in chat_template.json, where the processors of older models have it; None without the file."""
+    """Returns the chat template in chat_template.json, a file of older models' processors; None without the file."""
     return _read_json(path / "chat_template.json").get("chat_template")
 
 
 def _without_generation_marks(template: str) -> str:
-    """The template without transformers' own tag {% generation %}, which plain Jinja does not know."""
+    """Returns the template without transformers' own tag {% generation %}, which plain Jinja does not support."""
     return re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", template)
 
 
@@ -293,7 +293,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The content of a file that need not be there."""
+    """Reads a file that may be missing; returns its content."""
     return read_json(file, "an object", "copy the file from the model's source again") if file.is_file() else {}
 
 
@@ -308,7 +308,7 @@ def _refuse_remote_code(path: Path) -> None:
 
 
 def _eos_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """The stop ids of the first file that names any, otherwise the tokenizer's own."""
+    """Returns the stop ids of the first file that names any, otherwise the tokenizer's own."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
         value = language_model_config(_read_json(file), str(file)).get("eos_token_id")
@@ -326,10 +326,9 @@ def _eos_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     return (tokenizer_eos,)
 
 
-# What the alignment needs to know about the two models' tokenizers: their fingerprints, and the teacher's prompts.
+# Fingerprints and the teacher's prompts for the alignment of two models' tokenizers.
 #
-# Results are cached for the lifetime of a tokenizer: a hash over 200,000 tokens should not be computed for every batch.
-
+# Results are cached for the lifetime of a tokenizer: hashing 200,000 tokens for every batch would be too slow.
 
 Messages = Sequence[Message]
 
@@ -341,14 +340,14 @@ _EOS_IDS: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """`Tokenizer.fingerprint()`, computed once per tokenizer."""
+    """Returns `Tokenizer.fingerprint()`, computed once per tokenizer."""
     if tokenizer not in _FINGERPRINTS:
         _FINGERPRINTS[tokenizer] = tokenizer.fingerprint()
     return _FINGERPRINTS[tokenizer]
 
 
 def teacher_eos_id(teacher: Tokenizer) -> int:
-    """The id that ends the teacher's turn: the one of `teacher.eos_ids` that its template writes after a response.
+    """Returns the id that ends the teacher's turn: the one of `teacher.eos_ids` that its template adds to a response.
 
     Model files list several ids in any order (Llama 3 has <|end_of_text|> before <|eot_id|>).
 
@@ -374,7 +373,7 @@ def teacher_eos_id(teacher: Tokenizer) -> int:
 def teacher_prompts(
     teacher: Tokenizer, messages: Sequence[Messages], tools: Sequence[Sequence[Tool]] | None = None
 ) -> list[list[int]]:
-    """[B] prompts as token ids in the teacher's chat template. Equal conversations are encoded once, then copied.
+    """Returns [B] prompts as token ids in the teacher's chat template; encodes equal conversations once, then copies.
 
     Args:
         tools: [B] tools of each conversation; None: no conversation has any.

@@ -1,9 +1,9 @@
-"""How far a student's next-token distributions are from its teacher's, measured with plain Hugging Face models.
+"""Measures the distance of a student's next-token distributions from its teacher's, with plain Hugging Face models.
 
-A divergence on the student's own responses alone misleads: it is small, too, where the student has collapsed into
-repeating itself, because such text is easy to predict for both models. So everything is measured on two texts, the
-teacher's responses and the student's, and the student's are also looked at by themselves: how much they repeat, how
-long they are, and how probable the teacher finds them. Nothing here shares code with training.
+A divergence on the student's own responses alone misleads: it is small, too, if the student has collapsed into
+repeating itself, because such text is easy to predict for both models. So this module measures on two texts, the
+teacher's responses and the student's, and also describes the student's by themselves: repetition, length, and
+probability under the teacher. No code is shared with training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPETITION_NGRAMS = (2, 4)
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled: from the whole distribution at `temperature`; 0 takes the most probable token."""
+    """The sampling settings: from the whole distribution at `temperature`; 0 takes the most probable token."""
 
     max_new_tokens: int
     temperature: float
@@ -34,7 +34,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Response:
-    """Ids of a prompt in the chat template and of one response, with the id that ended it if one did."""
+    """The ids of a prompt in the chat template and of one response, with the id that ended it if one did."""
 
     prompt: list[int]
     tokens: list[int]
@@ -63,7 +63,7 @@ class PromptAgreement:
 
 
 def load_model(directory: Path, dtype: torch.dtype) -> Any:
-    """The Hugging Face model in `directory`, for reading, on the GPU where there is one."""
+    """Loads the Hugging Face model in `directory` for inference, on the GPU if there is one."""
     from transformers import AutoModelForCausalLM, GenerationConfig  # seconds to import
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,7 +76,7 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
 def sample_responses(
     model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], known: TokenIds, sampling: Sampling
 ) -> list[Response]:
-    """One response per prompt. The result depends on the seed, the prompts, their order and the batch size.
+    """Samples one response per prompt. The result depends on the seed, the prompts, their order and the batch size.
 
     Args:
         known: the ids that have a token; no others are sampled.
@@ -142,14 +142,14 @@ def measure(student: Any, teacher: Any, responses: Sequence[Response], vocab_siz
 
 
 def _log_probs(model: Any, response: Response, vocab_size: int) -> torch.Tensor:
-    """log p of the next token at every token of the response, [tokens, vocab_size] in float32."""
+    """Returns log p of the next token at every token of the response, [tokens, vocab_size] in float32."""
     ids = torch.tensor([response.prompt + response.tokens[:-1]], device=model.device)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(response.tokens)).logits[0]
     return logits[:, :vocab_size].float().log_softmax(-1)
 
 
 def summarize(parts: Sequence[PromptAgreement]) -> dict[str, float]:
-    """Means over all tokens of all responses; `teacher_perplexity` is exp of the mean of -log q.
+    """Returns means over all tokens of all responses; `teacher_perplexity` is exp of the mean of -log q.
 
     Raises:
         ValueError: there are no tokens.
@@ -165,7 +165,7 @@ def summarize(parts: Sequence[PromptAgreement]) -> dict[str, float]:
 
 
 def describe_text(responses: Sequence[Response]) -> dict[str, float]:
-    """What responses look like without any model: `distinct_n`, `length`, `truncated`.
+    """Describes responses without any model: returns `distinct_n`, `length` and `truncated`.
 
     `distinct_n` is the share of different n-grams of token ids among all n-grams of a response, averaged over the
     responses that have any (1: nothing is repeated); `length` is the mean number of tokens, and `truncated` the share

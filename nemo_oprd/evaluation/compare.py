@@ -1,13 +1,12 @@
-"""`nemo-oprd compare`: one or several students against their teacher, on the teacher's responses and on their own.
+"""`nemo-oprd compare`: compares students with their teacher, on the teacher's responses and on their own.
 
-    DIR/teacher.json           how responses are sampled, and what the teacher's look like
+    DIR/teacher.json           the sampling settings, and the description of the teacher's responses
     DIR/teacher.jsonl          the teacher's responses: prompt, text, ids
     DIR/NAME.json              one student's measurements
     DIR/NAME.jsonl             that student's responses
 
-A file that is there already is used again if it was measured with equal settings on the same weights and the same
-responses of the teacher, so a command that was interrupted goes on where it stopped, and another student can be added
-later.
+An existing file is used again if it was measured with equal settings on the same weights and the same responses of the
+teacher, so an interrupted command continues after its last result, and another student can be added later.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What is compared, and how; the command's options."""
+    """The models, the prompts and the settings of a comparison; the command's options."""
 
     teacher: Path
     students: dict[str, Path]
@@ -56,12 +55,12 @@ class CompareOptions:
     output: Path
     count: int = 64
     dtype: str = "float32"
-    teacher_responses: Path | None = None  # recorded ones, in place of new samples
+    teacher_responses: Path | None = None  # recorded responses, in place of new samples
     sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=64, temperature=1.0, seed=0, batch=64))
 
 
 def parse_students(given: Sequence[str]) -> dict[str, Path]:
-    """The models named as NAME=DIR.
+    """Parses the models named as NAME=DIR.
 
     Raises:
         ValueError: a text has another form, a name is taken, or a directory does not exist.
@@ -81,7 +80,7 @@ def parse_students(given: Sequence[str]) -> dict[str, Path]:
 
 
 def compare(options: CompareOptions) -> None:
-    """Measures what is not measured yet, and prints a table of all students.
+    """Makes the missing measurements, and prints a table of all students.
 
     Raises:
         ValueError: a model or the prompts cannot be read, the models do not share token ids, or torch does not see the
@@ -98,7 +97,7 @@ def compare(options: CompareOptions) -> None:
 
 
 class Comparison:
-    """The models and prompts of one comparison; a model is loaded when something has to be measured with it."""
+    """The models and prompts of one comparison; loads a model when a measurement needs it."""
 
     def __init__(self, options: CompareOptions) -> None:
         self.options = options
@@ -122,7 +121,7 @@ class Comparison:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What must be equal for a measurement to be used again."""
+        """Returns the settings that must be equal for a measurement to be used again."""
         return {
             "format": FORMAT,
             "teacher": _weights_digest(self.options.teacher),
@@ -134,12 +133,12 @@ class Comparison:
 
     @cached_property
     def teacher(self) -> Any:
-        """The teacher's model."""
+        """Returns the teacher's model."""
         return self._load(self.options.teacher)
 
     @cached_property
     def teacher_responses(self) -> list[Response]:
-        """The teacher's responses, sampled or read."""
+        """Returns the teacher's responses, sampled or read."""
         settings = self.settings
         if self.recorded is not None:
             settings |= {"responses": _digest_of(self.recorded)}
@@ -152,7 +151,7 @@ class Comparison:
         return responses
 
     def student(self, name: str) -> dict[str, Any]:
-        """The measurements of one student."""
+        """Returns the measurements of one student."""
         directory = self.options.students[name]
         teachers = self.teacher_responses
         settings = {**self.settings, "responses": _digest_of(teachers), "student": _weights_digest(directory)}
@@ -184,7 +183,7 @@ class Comparison:
         return load_model(directory, getattr(torch, self.options.dtype))
 
     def _kept(self, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-        """An earlier measurement with these settings, if there is one."""
+        """Returns an earlier measurement with these settings, if there is one."""
         file = self.options.output / f"{name}.json"
         if not file.is_file():
             return None
@@ -192,7 +191,7 @@ class Comparison:
         return kept if all(kept.get(key) == value for key, value in settings.items()) else None
 
     def _write(self, name: str, result: dict[str, Any], responses: list[Response]) -> None:
-        """Responses first: the other file, of which an older one is removed before, says that both are whole."""
+        """Removes an older NAME.json, then writes the responses and NAME.json last: if it exists, both are complete."""
         (self.options.output / f"{name}.json").unlink(missing_ok=True)
         lines = (
             {
@@ -208,7 +207,7 @@ class Comparison:
         write_atomically(self.options.output / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
     def _recorded(self, file: Path) -> list[Response]:
-        """The responses to these prompts in a file that an earlier comparison wrote."""
+        """Reads the responses to these prompts in a file that an earlier comparison wrote."""
         responses = _read_responses(file)[: len(self.ids)]
         for number, (ids, response) in enumerate(zip(self.ids, responses, strict=False), 1):
             if response.prompt != ids:
@@ -229,7 +228,7 @@ def _digest_of(responses: Sequence[Response]) -> str:
 
 
 def _weights_digest(directory: Path) -> str:
-    """sha256 (hex) of a model's weights and config.json: an export that is written again is the same model."""
+    """Returns sha256 (hex) of a model's weights and config.json: an export that is written again is the same model."""
     found = hashlib.sha256()
     for file in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
         with file.open("rb") as stream:
@@ -238,7 +237,7 @@ def _weights_digest(directory: Path) -> str:
 
 
 def _read_responses(file: Path) -> list[Response]:
-    """The responses in a file that `Comparison` wrote."""
+    """Reads the responses in a file that `Comparison` wrote."""
     fix, found = "give a file that nemo-oprd compare wrote", []
     for where, record in read_lines(file, "responses with prompt_ids and response_ids", fix):
         try:

@@ -1,4 +1,4 @@
-"""What `nemo-oprd compare` measured, for its own table and for the report of a run that has it in `RUN/compare`."""
+"""Reads and formats the results of `nemo-oprd compare`, for its table and for a run's report (`RUN/compare`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIX = "remove the directory and measure again"
 
 @dataclass(frozen=True)
 class Column:
-    """A measurement: its heading, whose responses it is measured on (`on_teacher` or `on_student`), and its key."""
+    """A measurement: its heading, the responses that it uses (`on_teacher` or `on_student`), and its key."""
 
     heading: str
     source: str
@@ -57,12 +57,12 @@ class Comparison:
 
 
 def cells(result: dict[str, Any]) -> list[str]:
-    """The text of each of `COLUMNS` for one student's measurements."""
+    """Returns the text of each of `COLUMNS` for one student's measurements."""
     return [f"{result[column.source][column.key]:.4g}" for column in COLUMNS]
 
 
 def terminal_table(results: dict[str, dict[str, Any]]) -> str:
-    """Student's name -> measurements as a table with a column per student, which goes on below for many students."""
+    """Formats student's name -> measurements as a table with a column per student, in blocks for many students."""
     texts = {name: cells(result) for name, result in results.items()}
     rows = [(_CORNER, [*texts])]
     for source, columns in itertools.groupby(enumerate(COLUMNS), lambda each: each[1].source):
@@ -83,7 +83,7 @@ def terminal_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def read_comparison(directory: Path) -> Comparison | None:
-    """What is in `directory`; None if nothing was measured there. Measurements of other settings are left out.
+    """Reads the comparison in `directory`; None without measurements. Leaves out measurements of other settings.
 
     Raises:
         ValueError: a file is damaged.
@@ -111,13 +111,13 @@ def read_comparison(directory: Path) -> Comparison | None:
 
 
 def _in_time(file: Path) -> tuple[int, str]:
-    """Sorts names by the alphabet, with those of a student before training first, and those after it last."""
+    """Returns a sort key: alphabetical, with a student before training first and one after training last."""
     words = file.stem.lower().replace("_", "-").replace(".", "-").split("-")
     return ("after" in words) - ("before" in words), file.stem
 
 
 def _responses(file: Path) -> list[tuple[str, str]]:
-    """(Prompt, response) of every line."""
+    """Returns (prompt, response) of every line."""
     if not file.is_file():
         return []
     lines = read_lines(file, "an object with prompt and response", _FIX)

@@ -1,4 +1,4 @@
-"""Evaluation by sampling: k responses per problem from a rollout engine, which `grading.py` grades."""
+"""Evaluates by sampling k responses per problem; `grading/grade_sets.py` grades them. `Progress` logs the sampling."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, 
 from nemo_oprd.rollout.exchange import first_ranks_rollouts
 from nemo_oprd.runtime.messages import hours_minutes_seconds
 
-# A line on the first rank every some seconds while an evaluation samples: responses done of all, and the time left.
-
+# Progress of an evaluation's sampling: a line on the first rank every few seconds: responses done of all, time left.
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,8 @@ class Progress:
     The first rank logs when responses of its own are complete, so a rank that samples nothing logs nothing.
 
     Args:
-        label: what is sampled.
-        done: responses that were there at the start, of `total`.
+        label: a name of the sampling.
+        done: responses that existed at the start, of `total`.
     """
 
     def __init__(self, label: str, done: int, total: int) -> None:
@@ -68,7 +67,7 @@ class Progress:
             logger.info(f"evaluating {self._label}: {done}/{self._total} responses  left {left}")
 
     def close(self) -> None:
-        """Forgets the count, after the sampling of all ranks."""
+        """Deletes the count, after the sampling of all ranks."""
         if dist.get_rank() == 0:
             self._store.delete_key(self._key)
 
@@ -79,7 +78,7 @@ class Evaluator:
     All evaluations use the same random numbers, so their results differ by the weights alone.
 
     Attributes:
-        notes: what was done to the problems, for the log.
+        notes: lines about the preparation of the problems, for the log.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Evaluator:
         """
         self.config, self.tokenizer = config, tokenizer
         self.graders = GraderChoice(config.evaluation.graders, config.evaluation.judge)
-        # an evaluation that was sampled beside other responses, and its responses by set
+        # an evaluation that was sampled together with other responses, and its responses by set
         self._beside: tuple[Generations, dict[str, dict[int, Rollout]]] | None = None
         self.sets: dict[str, list[Prompt]] = {}
         self.ids: dict[str, list[list[int]]] = {}
@@ -128,7 +127,7 @@ class Evaluator:
         self.notes = report.lines
 
     def _read_sets(self, held_out: Sequence[Prompt], report: DataReport) -> Iterator[tuple[str, str, list[Prompt]]]:
-        """Name, file for messages and problems of each set."""
+        """Yields name, file for messages and problems of each set."""
         data, limit = self.config.data, self.config.evaluation.limit
         for name, path in data.validation.items():
             problems, counts = with_suffix(load_prompts(path), data.suffix)
@@ -138,7 +137,7 @@ class Evaluator:
             yield HELD_OUT, f"data.held_out={data.held_out} of data.train", list(held_out)[:limit]
 
     def generations(self, directory: Path, model: dict[str, Any]) -> Generations:
-        """The directory of an evaluation of `model`, an identity that `evaluation/generations.py` made."""
+        """Returns the directory of an evaluation of `model`, an identity that `evaluation/generations.py` made."""
         settings = self.config.evaluation
         sets = {
             name: {"number": number, "problems": len(problems), "prompts": digest(self.ids[name])}
@@ -167,11 +166,11 @@ class Evaluator:
         prefix: str = "",
         should_cancel: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
-        """The metrics `val/<set>/<prefix>avg@k` etc., the same on every rank. Every rank calls this; rank 0 grades.
+        """Returns metrics `val/<set>/<prefix>avg@k` etc., the same on all ranks. All ranks call this; rank 0 grades.
 
         Intervals and the metrics of subjects and levels are in evaluation.json only.
 
-        Responses that `generations` has are not sampled again, and those that are sampled are kept there at once.
+        It samples only responses that `generations` lacks, and stores each new one there immediately.
 
         Args:
             engine: returns the engine with the weights to evaluate; called on every rank, if responses are missing.
@@ -202,7 +201,7 @@ class Evaluator:
         return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}
 
     def is_complete(self, generations: Generations) -> bool:
-        """Whether the directory has all responses already, as far as this machine sees it."""
+        """Returns whether the directory has all responses, as this machine sees it."""
         for name in self.sets:
             of = self._set_key(name, generations)
             requests = self._requests(of)
@@ -211,7 +210,7 @@ class Evaluator:
         return True
 
     def beside(self, generations: Generations) -> Beside:
-        """All responses of an evaluation, to sample them with other ones; `evaluate` of `generations` then has them.
+        """Returns all requests of an evaluation, to sample them with others; `evaluate` then finds the responses.
 
         Args:
             generations: the evaluation's directory, after `begin`, without responses.
@@ -258,10 +257,10 @@ class Evaluator:
         prefix: str,
         should_cancel: Callable[[], bool] | None,
     ) -> tuple[list[Rollout], bool]:
-        """(The responses to a set in order, whether any was sampled); if none was, only the first rank has them."""
+        """Returns (responses to a set in order, whether any was sampled); if none was, only the first rank has them."""
         requests = self._requests(of)
         beside = {} if self._beside is None or self._beside[0] is not generations else self._beside[1][of.name]
-        # the files of other machines' ranks may not be seen at once
+        # the files of other machines' ranks may appear late
         kept = (generations.kept(of, requests) | beside) if dist.get_rank() == 0 else {}
         # the other ranks need no responses of a set that is complete
         is_complete = first_ranks(len(kept) == len(requests))
@@ -284,7 +283,7 @@ class Evaluator:
             progress.close()
 
     def _facts(self, name: str) -> list[dict[str, str]]:
-        """What the lines of a set say of each problem, so that `nemo-oprd grade` needs neither data nor a model."""
+        """Returns the fields of each problem in a set's lines: `nemo-oprd grade` needs neither data nor a model."""
         grader = self.config.evaluation.graders.get(name)
         facts = ({**{fact: getattr(each, fact) for fact in FACTS}, "grader": grader} for each in self.sets[name])
         return [{fact: value for fact, value in each.items() if value is not None} for each in facts]

@@ -1,13 +1,13 @@
-"""The responses of one evaluation on disk: kept while they are sampled, and read again after an interruption.
+"""The responses of one evaluation on disk: written during sampling, and read again after an interruption.
 
-    generations/about.json            how the responses were sampled
+    generations/about.json            the sampling settings of the responses
     generations/SET.jsonl             the responses of a set, whole, in the order of (problem, sample)
-    generations/.SET.part_RANK.jsonl  those that a rank has so far, in the order in which they became complete
+    generations/.SET.part_RANK.jsonl  the responses of a rank so far, in the order of their completion
 
-`grading.py` writes what is made of them: the grades and the metrics.
+`grading/grade_sets.py` writes the grades and the metrics.
 
-A part is appended to and given to the operating system after every call, so it outlives a killed process. Its last line
-may be damaged and is then sampled again. The other files appear whole or not at all. Nothing here samples or grades.
+Every call appends to a part and flushes it to the operating system, so it outlives a killed process. Its last line may
+be damaged and is then sampled again. The other files appear whole or not at all. This module does not sample or grade.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SHOWN = 120  # characters of a value in a message
 
 
 def model_identity(directory: Path) -> dict[str, Any]:
-    """What tells the weights of a model on disk from all others, for `about.json`.
+    """Returns an identity of the weights of a model on disk, for `about.json`.
 
-    Holds the directory, and the size and the modification time of its weights and of what says how they are used. The
+    It holds the directory, and the size and the modification time of its weights and of its configuration files. The
     weights themselves are not read, because that takes minutes for a large model.
 
     Args:
@@ -62,40 +62,40 @@ def model_identity(directory: Path) -> dict[str, Any]:
 
 
 def trained_identity(directory: Path, step: int, weights: str) -> dict[str, Any]:
-    """The identity of a student after `step` steps of a run.
+    """Returns the identity of a student after `step` steps of a run.
 
     Args:
         directory: of the model that the run began with.
-        weights: tells these weights from those of the same step that the run reaches again from an earlier checkpoint.
+        weights: distinguishes these weights from those of the same step, repeated from an earlier checkpoint.
     """
     return _named(directory, {"directory": str(directory.resolve()), "step": step, "weights": weights})
 
 
 def _time(ns: int) -> str:
-    """Example: 1000000001 -> "1970-01-01T00:00:01.000000001Z"."""
+    """Formats nanoseconds since the epoch. Example: 1000000001 -> "1970-01-01T00:00:01.000000001Z"."""
     return f"{datetime.fromtimestamp(ns // 10**9, UTC):%Y-%m-%dT%H:%M:%S}.{ns % 10**9:09d}Z"
 
 
 def _named(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Adds the short name that the lines of SET.jsonl carry: the directory's name, and a digest of all values."""
+    """Adds the short name for the lines of SET.jsonl: the directory's name, and a digest of all values."""
     return {**identity, "name": f"{directory.resolve().name}@{digest(identity)[:12]}"}
 
 
 def digest(value: Any) -> str:
-    """sha256 (hex) of a value's JSON."""
+    """Returns sha256 (hex) of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class SetKey:
-    """What the lines of a set share.
+    """The values common to all lines of a set.
 
     Attributes:
         name: of the set.
         samples: responses per problem; response i is sample i % samples of problem i // samples.
         key: of the sampling; response i draws from (*key, i).
         model: name of the model's identity.
-        facts: per problem, what grading needs to know of it: fields that its lines hold, too.
+        facts: per problem, the fields that grading needs; its lines hold them, too.
     """
 
     name: str
@@ -105,7 +105,7 @@ class SetKey:
     facts: Sequence[Mapping[str, str]] = ()
 
     def record(self, index: int, rollout: Rollout, text: str) -> dict[str, Any]:
-        """The line of response `index`."""
+        """Returns the line of response `index`."""
         problem, sample = divmod(index, self.samples)
         record = {
             "problem": problem,
@@ -121,7 +121,7 @@ class SetKey:
         return record if rollout.logprobs is None else {**record, "logprobs": rollout.logprobs.tolist()}
 
     def index_of(self, record: dict[str, Any]) -> int:
-        """The inverse of `record` for the index."""
+        """Returns the index of a line, the inverse of `record`."""
         return int(record["problem"]) * self.samples + int(record["sample"])
 
 
@@ -130,7 +130,7 @@ class Generations:
 
     Args:
         directory: holds `generations/`, `grades/` and `evaluation.json`.
-        about: how the responses are sampled: plain values that JSON returns unchanged, "model" with a "name".
+        about: the sampling settings: plain values that JSON returns unchanged, "model" with a "name".
     """
 
     def __init__(self, directory: Path, about: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class Generations:
         self.about = {"format": FORMAT, **json.loads(json.dumps(about))}
 
     def difference(self) -> str | None:
-        """Why the responses in the directory are not of this evaluation, one line; None if they are, or if none are."""
+        """Returns a line about the difference if the directory holds responses of another evaluation; else None."""
         file = self._responses / ABOUT
         if not file.exists():
             kept = self._responses.exists() and any(self._responses.glob("*.jsonl"))
@@ -164,13 +164,13 @@ class Generations:
             raise ValueError(difference)
 
     def begin(self, *, afresh: bool) -> None:
-        """Makes the directory on the first rank, before any rank keeps responses.
+        """Creates the directory on the first rank, before any rank writes responses.
 
         Args:
             afresh: removes all results in the directory, also those of this evaluation.
         """
         if afresh:
-            # first, so that a killed process leaves no description of responses that are half removed
+            # first, so that a killed process leaves no description of partly removed responses
             (self._responses / ABOUT).unlink(missing_ok=True)
             for directory in (self._responses, self.directory / GRADES, self.directory / DISAGREEMENTS):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -190,14 +190,14 @@ class Generations:
         path = self._part(of.name, rank)
         lines = [json.dumps(of.record(*each), ensure_ascii=False) + "\n" for each in responses]
         with naming(path), path.open("a+b") as file:
-            # a process that was killed while it wrote left half a line, which must not swallow the next one
+            # a process killed during a write left half a line, to which the next one must not be appended
             if file.seek(0, 2):
                 file.seek(-1, 2)
                 file.write(b"" if file.read() == b"\n" else b"\n")
             file.write("".join(lines).encode())
 
     def kept(self, of: SetKey, requests: Sequence[Request]) -> dict[int, Rollout]:
-        """The responses on disk by the index of their request; a later line replaces an earlier one."""
+        """Returns the responses on disk by the index of their request; a later line replaces an earlier one."""
         found: dict[int, Rollout] = {}
         for path in (self._whole(of.name), *self._parts(of.name)):
             if path.exists():
@@ -205,11 +205,11 @@ class Generations:
         return found
 
     def has_parts(self, name: str) -> bool:
-        """Whether responses to a set are in parts, so that `finish` has something to do."""
+        """Returns whether a set has parts, which `finish` would merge."""
         return bool(self._parts(name))
 
     def is_current(self, of: SetKey) -> bool:
-        """Whether the lines of the whole SET.jsonl hold the facts of `of`, e.g. its reference answers."""
+        """Returns whether the lines of the whole SET.jsonl hold the facts of `of`, e.g. its reference answers."""
         with self._whole(of.name).open("rb") as file:
             for line in file:
                 record = json.loads(line)
@@ -219,7 +219,7 @@ class Generations:
         return True
 
     def finish(self, of: SetKey, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
-        """Writes the whole SET.jsonl on the first rank, and removes the parts; no rank may keep responses any more.
+        """Writes the whole SET.jsonl on the first rank, and removes the parts; no rank may call `keep` afterwards.
 
         Raises:
             OSError: as `keep`.
@@ -236,13 +236,13 @@ class Generations:
         return self._responses / f".{name}.part_{rank}.jsonl"
 
     def _parts(self, name: str) -> list[Path]:
-        """The parts of all ranks, also of an earlier start with more ranks."""
+        """Returns the parts of all ranks, also of an earlier start with more ranks."""
         pattern = re.compile(rf"\.{re.escape(name)}\.part_\d+\.jsonl")
         return sorted(path for path in self._responses.glob(".*.jsonl") if pattern.fullmatch(path.name))
 
 
 def _read(path: Path, of: SetKey, requests: Sequence[Request]) -> Iterable[tuple[int, Rollout]]:
-    """(Index, rollout) of each line that is undamaged and answers its request."""
+    """Yields (index, rollout) of each line that is undamaged and answers its request."""
     with path.open("rb") as file:
         for line in file:
             try:
@@ -259,7 +259,7 @@ def _read(path: Path, of: SetKey, requests: Sequence[Request]) -> Iterable[tuple
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one, with keys joined by dots."""
+    """Flattens nested objects to one, with keys joined by dots."""
     flat: dict[str, Any] = {}
     for name, item in value.items():
         flat |= _flat(item, f"{prefix}{name}.") if isinstance(item, dict) else {prefix + name: item}

@@ -1,8 +1,8 @@
-"""Numbers of one evaluation set with what they are worth: pass@k, maj@k, bootstrap intervals, paired differences.
+"""Computes an evaluation set's metrics (pass@k, maj@k, ...), their bootstrap intervals and paired differences.
 
-A problem's k samples are not independent of each other, so problems are what is resampled: every metric here is a mean
-over problems of one value per problem, and its interval says how the mean would vary with other problems of the same
-kind. docs/evaluation.md has the equations.
+A problem's k samples are not independent of each other, so the bootstrap resamples problems: every metric here is a
+mean over problems of one value per problem, and its interval shows how the mean would vary with other problems of the
+same kind. docs/evaluation.md has the equations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from fractions import Fraction
 
 import numpy as np
 
-# The metrics of an evaluation set: their names, what they mean, and the graded samples that they are made of.
+# The metrics of an evaluation set: their names, their meanings, and the graded samples from which they are computed.
 #
-# `intervals.py` computes them. Nothing is averaged over sets, because their sizes differ by a factor of ten.
-
+# There is no average over sets, because their sizes differ by a factor of ten.
 
 N_GRAM = 4
 DIVERSITY = "dist_4g"
-# What every metric of an evaluation set means, by its name without a number of samples: `avg` stands for avg@4. n is
+# The meaning of each metric of an evaluation set, by its name without a number of samples: `avg` stands for avg@4. n is
 # the number of responses to a problem, k that of a subset of them. The report shows it, and docs/evaluation.md has it.
 MEANINGS = {
     "avg": "mean share of right responses among a problem's n",
@@ -35,22 +34,22 @@ MEANINGS = {
     "no_answer": "share of responses in which the grader finds no answer",
     DIVERSITY: "different / all sequences of 4 words in a problem's responses, mean over problems: 1 is no repetition",
 }
-# why a metric may have no value: it is then absent from files and logs
+# reasons why a metric may have no value: it is then absent from files and logs
 UNDEFINED = {DIVERSITY: "no response has 4 words"}
 
 
 def kind_of(metric: str) -> str:
-    """The key of `MEANINGS` for a metric. Example: `val/aime24/avg@16` -> `avg`."""
+    """Returns the key of `MEANINGS` for a metric. Example: `val/aime24/avg@16` -> `avg`."""
     return metric.rsplit("/", 1)[-1].partition("@")[0]
 
 
 def order_of(metric: str) -> tuple[int, int]:
-    """Sorts metrics without a prefix as `MEANINGS` has them, then by their k."""
+    """Returns a sort key of metrics without a prefix: the order of `MEANINGS`, then k."""
     return list(MEANINGS).index(kind_of(metric)), int(metric.partition("@")[2] or 0)
 
 
 def repeated(metrics: Iterable[str]) -> set[str]:
-    """The metrics that are others by another name: pass@1 is avg@n, and pass@n of all n responses is best@n."""
+    """Returns the metrics that repeat others: pass@1 is avg@n, and pass@n of all n responses is best@n."""
     return {"pass@1", *(metric.replace("best", "pass") for metric in metrics if metric.startswith("best@"))}
 
 
@@ -63,7 +62,7 @@ class Sample:
         response: text of the response.
         correct: the grade.
         num_tokens: length in the student's tokens, including the end-of-sequence token.
-        vote: what equal wrong answers share; None without a gradable answer. Right answers need no common spelling.
+        vote: a text that equal wrong answers share; None without a gradable answer. Right answers may differ in it.
         truncated: whether the response was cut off; None if it is not known.
         subject, level: of the problem; None if the data has none.
     """
@@ -79,7 +78,7 @@ class Sample:
 
 
 def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """The samples of each problem, in the order of the problems' numbers."""
+    """Returns the samples of each problem, in the order of the problems' numbers."""
     groups = defaultdict[int, list[Sample]](list)
     for sample in samples:
         groups[sample.problem].append(sample)
@@ -87,7 +86,7 @@ def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 
 def distinct_ratio(responses: Iterable[str]) -> float | None:
-    """Distinct / all 4-grams of the responses' whitespace tokens; None if no response has four tokens.
+    """Returns distinct / all 4-grams of the responses' whitespace tokens; None if no response has four tokens.
 
     No 4-gram spans two responses.
     """
@@ -102,7 +101,7 @@ RESAMPLES = 10_000
 CONFIDENCE = 0.95
 SEED = 0
 _CHUNK = 1_000_000  # numbers drawn at a time, 8 bytes each
-# of the largest value of a problem: what is less is left of sums that are 0 in exact arithmetic
+# share of a problem's largest value: smaller results are rounding errors of sums that are exactly 0
 _ROUNDING = 1e-12
 CI = "/ci"
 PROBLEMS = "problems"
@@ -112,7 +111,7 @@ Metrics = dict[str, float | list[float]]
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """The unbiased estimate of the probability that at least one of k samples is right, per problem.
+    """Returns per problem the unbiased estimate of the probability that at least one of k samples is right.
 
     1 - C(n - c, k) / C(n, k): the share of the k-subsets of the n samples that hold one of the c right ones.
 
@@ -129,7 +128,7 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """The probability that the most frequent answer of a problem's samples is right, ties broken at random.
+    """Returns the probability that the most frequent answer of a problem's samples is right, ties broken at random.
 
     Right answers are one answer; wrong ones are the same answer if their votes are equal; samples without an answer do
     not vote.
@@ -143,12 +142,12 @@ def majority(group: Sequence[Sample]) -> float:
 
 
 def ks_of(samples: int) -> list[int]:
-    """The k of pass@k: the powers of two up to the number of samples, and that number."""
+    """Returns the k of pass@k: the powers of two up to the number of samples, and that number."""
     return sorted({*(2**i for i in range(samples.bit_length())), samples})
 
 
 def per_problem(samples: Sequence[Sample], k: int) -> Values:
-    """Metric -> float [P], one value per problem in the order of their numbers; NaN where a problem has none.
+    """Returns metric -> float [P], one value per problem in the order of their numbers; NaN if a problem has none.
 
     `samples` are k of each problem, in any order. A metric for which no problem has a value is left out.
     """
@@ -168,19 +167,19 @@ def per_problem(samples: Sequence[Sample], k: int) -> Values:
 
 
 def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> Metrics:
-    """The metrics of a set with k samples per problem, means over problems, each with its interval under METRIC/ci.
+    """Returns a set's metrics with k samples per problem, means over problems, each with its interval as METRIC/ci.
 
     Also avg@k, its interval and the number of problems of every subject and level, if the set has at least two, as
     `subject/NAME/avg@k`.
 
     Args:
-        values: `per_problem` of the same samples, if it is known.
+        values: `per_problem` of the same samples, if already computed.
 
     Example: two problems, k = 2, grades (1, 0) and (0, 0): avg@2 is 0.25, best@2 is 0.5.
     """
     values = per_problem(samples, k) if values is None else values
     means = {name: float(np.mean(value)) for name, value in values.items()}
-    # of whole numbers, which are added without rounding
+    # sums of whole numbers, which have no rounding errors
     means |= {f"avg@{k}": sum(s.correct for s in samples) / len(samples)}
     means |= {"avg_len": sum(s.num_tokens for s in samples) / len(samples)}
     if DIVERSITY in values:
@@ -205,7 +204,7 @@ def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> 
 
 
 def scalars(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """The metrics of a set that are one number each, without those of subjects and levels: what a run logs."""
+    """Returns the metrics for a run's log: those that are one number each, without those of subjects and levels."""
     return {
         name: value
         for name, value in metrics.items()
@@ -214,7 +213,7 @@ def scalars(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
 
 
 def bootstrap(values: Values, resamples: int = RESAMPLES, seed: int = SEED) -> dict[str, tuple[float, float]]:
-    """Percentile intervals of means over problems.
+    """Returns percentile intervals of means over problems.
 
     Every resample draws P problems with replacement, the same for all metrics. The result is a pure function of the
     arguments in all versions of numpy, which guarantees the raw draws of its generators. A NaN does not count in its
@@ -258,17 +257,17 @@ class Difference:
 
     @property
     def real(self) -> bool:
-        """Whether the interval excludes zero; an interval that begins or ends at 0 contains it."""
+        """Returns whether the interval excludes zero; an interval that begins or ends at 0 contains it."""
         return self.low > 0 or self.high < 0
 
     def decimals(self, scale: float, least: int) -> int:
-        """The decimals, at least `least`, with which no bound of a real difference times `scale` reads as 0."""
+        """Returns decimals, at least `least`, with which no bound of a real difference times `scale` prints as 0."""
         nearest = scale * min(abs(self.low), abs(self.high))
         return max(least, math.ceil(-math.log10(2 * nearest)) if self.real else 0)
 
 
 def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
-    """The difference per metric of two evaluations of the same problems in the same order.
+    """Returns the difference per metric of two evaluations of the same problems in the same order.
 
     Pairing removes what the two share: some problems are hard for both. Metrics that only one of them has, such as
     pass@8 of 4 samples, are left out, and so is `dist_4g` of other numbers of samples, because more samples repeat more
@@ -297,10 +296,10 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
 
 
 def _largest(values: np.ndarray) -> float:
-    """The largest absolute value; 0 if there are NaNs only."""
+    """Returns the largest absolute value; 0 if there are NaNs only."""
     return float(np.max(np.abs(values), initial=0.0, where=np.isfinite(values)))
 
 
 def _unified(name: str) -> str:
-    """avg@4 and avg@16 estimate the same number; all other k are part of what is measured."""
+    """Removes k from avg@k, because avg@4 and avg@16 estimate the same number; other metrics keep k as their part."""
     return "avg" if name.startswith("avg@") else name

@@ -1,4 +1,4 @@
-"""The responses of an evaluation as the grade step reads them from disk. Imports no torch."""
+"""Paths and lines of an evaluation's files, and its responses as the grade step reads them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
-# Where the files of an evaluation are, and how their lines are read and written. Imports no torch.
+# The files of an evaluation, and functions that read and write their lines.
 #
 # OUTPUT/generations/SET.jsonl        the responses (`generations.py` writes them)
 # OUTPUT/grades/SET.jsonl             one grade per response, in the same order
@@ -36,7 +36,7 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path, expected: str, fix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Where, object) for each line that is not blank; `where` names the file and the line, from 1.
+    """Yields (where, object) for each line that is not blank; `where` names the file and the line, from 1.
 
     Raises:
         ValueError: there is no such file, or a line is not a JSON object.
@@ -61,7 +61,7 @@ FIX = "sample it with `evaluate`, or correct the path"
 
 @dataclass(frozen=True)
 class Response:
-    """What the grade step needs of a response; of `tokens` only the number counts.
+    """The fields of a response that the grade step needs; of `tokens` only the number counts.
 
     Attributes:
         truncated: whether it was cut off; None if it is not known.
@@ -83,10 +83,10 @@ class Response:
 def read_responses(
     file: Path, problems: Sequence[Prompt] | None = None, data: Path | None = None
 ) -> tuple[list[Response], str | None]:
-    """(The responses in a file SET.jsonl, the grader that its lines name or None).
+    """Returns (the responses in a file SET.jsonl, the grader that its lines name or None).
 
     Args:
-        problems: of `data`, the problems of the set: what they say counts and not what the lines say.
+        problems: of `data`, the problems of the set: their fields replace those of the lines.
 
     Raises:
         ValueError: the file is missing or damaged, or a response has no reference answer.
@@ -126,7 +126,7 @@ def read_responses(
 
 
 def response_of(record: Mapping[str, Any]) -> Response:
-    """The response in a line of a file SET.jsonl, whose fields must be there and of the right kinds."""
+    """Returns the response in a line of a file SET.jsonl; refuses missing fields and fields of other types."""
     finish_reason = record.get("finish_reason")
     return Response(
         problem=record["problem"],

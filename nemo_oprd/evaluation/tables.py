@@ -1,4 +1,4 @@
-"""Text tables of evaluations: metrics with their intervals, subjects and levels, and paired differences."""
+"""Formats text tables of evaluations: metrics with their intervals, subjects and levels, and paired differences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def step_directory(step: int) -> str:
-    """The name of the directory of the evaluation after `step` updates of a run."""
+    """Returns the name of the directory of the evaluation after `step` updates of a run."""
     return f"step_{step:07d}"
 
 
 def before_and_after(metrics_file: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a run's final table: its first and last evaluation and the teacher's, with intervals where kept.
+    """Returns the rows of a run's final table: its first and last evaluation and the teacher's, with stored intervals.
 
     Args:
         metrics_file: the run's metrics.jsonl; the intervals come from `evaluations/` beside it.
@@ -47,7 +47,7 @@ def before_and_after(metrics_file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _intervals(file: Path) -> dict[str, Any]:
-    """The intervals in an evaluation.json; none if it is missing or damaged, because the metrics are known without."""
+    """Returns the intervals in an evaluation.json; none if it is missing or damaged: the metrics don't need it."""
     try:
         kept = json.loads(file.read_bytes())
     except (ValueError, OSError):
@@ -56,10 +56,10 @@ def _intervals(file: Path) -> dict[str, Any]:
 
 
 def final_report(metrics_file: Path) -> str:
-    """What a run prints at its end: the table of `before_and_after`, and how far the student has come, per set.
+    """Formats a run's final report: the table of `before_and_after`, and the student's progress per set.
 
-    Where the two evaluations can't be compared, a line says why: files of evaluations that are missing or damaged do
-    not make a run fail that is complete.
+    If the two evaluations can't be compared, a line gives the reason: missing or damaged files of evaluations do not
+    make a complete run fail.
     """
     rows = before_and_after(metrics_file)
     parts = [table(rows), details(rows)]
@@ -71,7 +71,7 @@ def final_report(metrics_file: Path) -> str:
 
 
 def _comparison(metrics_file: Path) -> str:
-    """The differences of the last and the first evaluation; "" if there are not two."""
+    """Formats the differences of the last and the first evaluation; "" if there are not two."""
     steps = {line["step"] for line in _evaluations(metrics_file)}
     first, last = (metrics_file.parent / EVALUATIONS / step_directory(end(steps)) for end in (min, max))
     if first == last or not (first.exists() and last.exists()):
@@ -81,13 +81,13 @@ def _comparison(metrics_file: Path) -> str:
 
 
 def _evaluations(metrics_file: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log that hold metrics of validation sets, at least one."""
+    """Returns the lines of a run's log that hold metrics of validation sets, at least one."""
     lines = map(json.loads, metrics_file.read_text().splitlines())
     return [line for line in lines if any(name.startswith("val/") for name in line)]
 
 
 def table(rows: Rows) -> str:
-    """One line per set and model, from metrics such as `val/heldout/avg@4`, shares in percent, intervals in brackets.
+    """Formats a line per set and model, from metrics such as `val/heldout/avg@4`: shares in percent, intervals in [].
 
     Args:
         rows: label of a model -> its metrics, without a prefix between set and metric.
@@ -105,7 +105,7 @@ def table(rows: Rows) -> str:
 
 
 def details(rows: Rows) -> str:
-    """pass@k where a k is between 1 and all, and the lines of subjects and levels; "" if there is nothing to show."""
+    """Formats pass@k if a k is between 1 and all, and the lines of subjects and levels; "" if there are none."""
     lines: list[list[str]] = []
     for label, metrics in rows.items():
         for name in sorted({key.split("/")[1] for key in metrics}):
@@ -122,7 +122,7 @@ def details(rows: Rows) -> str:
 
 
 def differences(found: Mapping[str, Mapping[str, Difference]], before: str, after: str) -> str:
-    """The paired differences of two evaluations per set, in percentage points or tokens.
+    """Formats the paired differences of two evaluations per set, in percentage points or tokens.
 
     Args:
         found: set -> metric -> value after minus value before.
@@ -146,7 +146,7 @@ def _of_set(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_k(own: Mapping[str, Any], kind: str) -> list[str]:
-    """The metrics `kind@k` of a set, in the order of k."""
+    """Returns the metrics `kind@k` of a set, in the order of k."""
     return sorted((key for key in own if re.fullmatch(rf"{kind}@\d+", key)), key=order_of)
 
 

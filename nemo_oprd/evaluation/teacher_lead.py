@@ -1,7 +1,7 @@
-"""Whether a teacher solves more problems than its student: one judgement, and one text, for `train` and `doctor`.
+"""Judges whether a teacher solves more problems than its student, and formats the result for `train` and `doctor`.
 
-A teacher that is worse has nothing to give, and the loss falls nevertheless. The two are compared problem by problem:
-only problems that one of them solves more often count, and under equal models either is that one with probability 1/2
+A worse teacher cannot improve the student, although the loss falls. The two are compared problem by problem: only
+problems that one of them solves more often count, and under equal models either is that one with probability 1/2
 (the sign test; with one response per problem, McNemar's exact test).
 """
 
@@ -21,7 +21,7 @@ from nemo_oprd.evaluation.grading.grade_sets import read_graded
 SIGNIFICANCE = 0.05
 # fewer problems than this show only differences of more than half of all problems
 MIN_PROBLEMS = 8
-# what +- stands for everywhere: the half width of a 95 % interval, in standard errors
+# the meaning of +- everywhere: the half width of a 95 % interval, in standard errors
 NORMAL_95 = 1.96
 FIX = "fix: another teacher, or exchange the paths"
 
@@ -39,51 +39,51 @@ class TeacherLead:
 
     @property
     def wins(self) -> int:
-        """The problems that the teacher solves more often."""
+        """Returns the number of problems that the teacher solves more often."""
         return int((self._gaps > 0).sum())
 
     @property
     def losses(self) -> int:
-        """The problems that the student solves more often."""
+        """Returns the number of problems that the student solves more often."""
         return int((self._gaps < 0).sum())
 
     @property
     def means(self) -> tuple[float, float]:
-        """The student's and the teacher's share of right responses."""
+        """Returns the student's and the teacher's share of right responses."""
         return float(np.mean(self.student)), float(np.mean(self.teacher))
 
     @property
     def error(self) -> float:
-        """The standard error of the difference.
+        """Returns the standard error of the difference.
 
-        Agresti and Min's for paired proportions, which is not 0 where no problem tells the two apart.
+        It is Agresti and Min's for paired proportions, which is not 0 if no problem distinguishes the two.
         """
         count = len(self._gaps) + 2
         return math.sqrt(float((self._gaps**2).sum()) + 1 - float(self._gaps.sum()) ** 2 / count) / count
 
     @property
     def teacher_is_better(self) -> bool:
-        """Whether the teacher is better beyond chance."""
+        """Returns whether the teacher is better beyond chance."""
         return self.means[1] > self.means[0] and _chance(self.wins, self.losses) < SIGNIFICANCE
 
     @property
     def student_is_better(self) -> bool:
-        """Whether the student is better beyond chance."""
+        """Returns whether the student is better beyond chance."""
         return self.means[0] > self.means[1] and _chance(self.losses, self.wins) < SIGNIFICANCE
 
     def describe(self, of_set: str = "") -> str:
-        """Example: "of 32 problems the teacher solves 25.0% and the student 75.0%, -50.0 +- 24.1 points"."""
+        """Formats the result: "of 32 problems the teacher solves 25.0% and the student 75.0%, -50.0 +- 24.1 points"."""
         student, teacher = self.means
         said = f"of {len(self._gaps)} problems{of_set} the teacher solves {teacher:.1%} and the student {student:.1%}, "
         return f"{said}{100 * (teacher - student):+.1f} +- {100 * NORMAL_95 * self.error:.1f} points"
 
     def complaint(self, of_set: str = "", detail: str = "") -> str:
-        """What to say if the student is better."""
+        """Returns the warning about a student that is better."""
         return f"{self.describe(of_set)}: the student is better{detail}; expected a better teacher; {FIX}"
 
 
 def worse_teacher(student: Path, teacher: Path) -> Iterator[str]:
-    """A line for each set on which the teacher is worse than the student, from two evaluations' directories.
+    """Yields a line for each set on which the teacher is worse than the student, from two evaluations' directories.
 
     Raises:
         ValueError: a file of an evaluation is damaged.
@@ -96,7 +96,7 @@ def worse_teacher(student: Path, teacher: Path) -> Iterator[str]:
 
 
 def _chance(more: int, fewer: int) -> float:
-    """The probability that of more + fewer fair coins at least `more` fall on one given side."""
+    """Returns the probability that of more + fewer fair coins at least `more` fall on one given side."""
     total = more + fewer
     ways = found = math.comb(total, more)
     for k in range(more, total):

@@ -1,3 +1,3 @@
-"""A run from its configuration to its end: what it is (`resolve`, `checks`), what it reads (`data`, `resume`), what it
-is built of (`models`, `training`), its checkpoints, and what it records.
+"""A run from its configuration to its end: its checks (`resolve`, `checks`), its inputs (`data`, `resume`), its parts
+(`models`, `training`), its checkpoints, and its records of metrics, rollouts and times.
 """

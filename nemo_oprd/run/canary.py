@@ -1,7 +1,7 @@
-"""Proof that the models of a run, as they were built and loaded at its layout, compute transformers' hidden states.
+"""Computes the hidden states of a run's models, built and loaded at its layout, and compares them with transformers'.
 
-`doctor` asks for all of them, `train` for those that another program builds (`provider=`), once per weights, layout and
-versions. The same canary proves teachers behind servers (`canary/`).
+`doctor` checks all models, `train` those that another program builds (`provider=`), once per weights, layout and
+versions. Teachers behind servers pass the same comparison (`canary/`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nemo_oprd.run.models import ModelFiles, RunPlan
 from nemo_oprd.run.provider import OWN
 from nemo_oprd.vllm.served_teacher import ServedTeacher
 
-# The hidden states of a model of this job on whole prompts, brought together from the ranks that compute them.
+# Hidden states of a model of this job on whole prompts, gathered from the ranks that compute them.
 #
 # N tokens of all prompts, D hidden size.
 
@@ -42,10 +42,10 @@ from nemo_oprd.vllm.served_teacher import ServedTeacher
 def model_states(
     chunks: list[DistillingModel], spec: ModelSpec, role: Role, prompts: Sequence[list[int]], depth: int
 ) -> dict[int, list[torch.Tensor]]:
-    """The states of all tokens in the layers 1 to `depth`. Every rank of the role calls this.
+    """Returns the states of all tokens in the layers 1 to `depth`. Every rank of the role calls this.
 
-    The prompts are packed as a batch is, into microbatches of the longest prompt's length; each prompt is computed by
-    one data-parallel rank.
+    The prompts are packed like a batch, into microbatches of the longest prompt's length; one data-parallel rank
+    computes each prompt.
 
     Returns:
         Layer -> a float32 tensor [T, D] per prompt on the CPU, of the last layer after the final norm; empty on all
@@ -87,7 +87,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass(frozen=True)
 class Proof:
-    """What the canary says of one model; the same on every rank.
+    """The canary's result for one model; the same on every rank.
 
     Attributes:
         key: the model's group in the configuration.
@@ -115,12 +115,12 @@ class _Built:
 
 
 def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = False) -> Iterator[Proof]:
-    """A proof of each model with states of its own. Every rank of the world goes through all of them.
+    """Yields the proof of each model with states of its own. Every rank of the world consumes all of them.
 
     The models must have the weights of their files.
 
     Args:
-        provided_only: leave out the models that this project builds, whose families its tests prove.
+        provided_only: leave out the models that this project builds, whose families its tests check.
     """
     for teacher, model in zip(distiller.teachers, plan.run.models.teachers, strict=True):
         if isinstance(teacher, ServedTeacher):  # its servers have proven it at their start
@@ -140,7 +140,7 @@ def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = F
 
 
 def refuse_wrong_states(plan: RunPlan, distiller: Distiller) -> list[str]:
-    """What the canary says of the models that another program builds, a line each. Every rank of the world calls this.
+    """Checks the models that another program builds; returns one line for each. Every rank of the world calls this.
 
     Raises:
         ValueError: the states of a model are not transformers', or transformers does not run the model.
@@ -154,7 +154,7 @@ def refuse_wrong_states(plan: RunPlan, distiller: Distiller) -> list[str]:
 
 
 def _models(plan: RunPlan, distiller: Distiller) -> Iterator[_Built]:
-    """The models whose weights are in memory by themselves: the student, and the teachers that are not the student."""
+    """Yields the models with weights of their own in memory: the student, and the teachers that are not the student."""
     config, student = plan.run.config, distiller.student
     router_dtype, depth = config.student.router_dtype, student.spec.num_layers
     files = plan.files.student
@@ -172,7 +172,7 @@ def _models(plan: RunPlan, distiller: Distiller) -> Iterator[_Built]:
 
 
 def _proof(built: _Built, precision: str) -> Proof:
-    """The proof of one model, from the cache or from transformers. Every rank of the world calls this."""
+    """Returns the proof of one model, from the cache or from transformers. Every rank of the world calls this."""
     spec, layout, first = built.files.spec, built.role.layout, built.role.layout.first_rank
     # Transformer Engine multiplies float32 matrices in TF32, which is between float32 and bfloat16
     exact = precision == "fp32" and built.chunks is not None and not _rounds(built.chunks[0])
@@ -208,7 +208,7 @@ def _compared(
     window: int | None,
     key: str,
 ) -> tuple[CanaryVerdict | None, str]:
-    """(The verdict, or None; its line)."""
+    """Returns (the verdict, or None; its line)."""
     try:
         verdict = prove(found, measure("float32"), family, dtype=dtype, measure=measure, window=window)
     except ValueError as error:
@@ -221,5 +221,5 @@ def _compared(
 
 
 def _rounds(chunk: DistillingModel) -> bool:
-    """Whether a chunk's float32 products are TF32."""
+    """Returns whether a chunk's float32 products are TF32."""
     return chunk.backend == "transformer_engine" and torch.cuda.is_available()

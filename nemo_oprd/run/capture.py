@@ -1,7 +1,7 @@
-"""`nemo-oprd capture`: a vLLM server proves its states, and then gives those of every token of many sequences.
+"""`nemo-oprd capture`: checks the states of a vLLM server, then writes those of every token of many sequences.
 
     DIR/hidden_states/hs_N.safetensors    one sequence: token_ids int64 [T], hidden_states [T, layers, D]
-    DIR/manifest.json                     written last: what the tensors are, by which model, and what proved them
+    DIR/manifest.json                     written last: the tensors' meaning, their model, and the result of the check
     DIR/vllm/                             the server's log
 
 Names and shapes in a file are those that vLLM's example connector writes and the speculators project caches.
@@ -56,7 +56,7 @@ _PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What is captured; the command's options."""
+    """The command's options."""
 
     model: Path
     prompts: Path
@@ -82,7 +82,7 @@ def capture(options: CaptureOptions) -> None:
         raise ValueError(_with_options(str(error))) from error
 
 
-# what messages say for training -> what the command has; the first one that fits counts
+# a key in a message of training -> the command's option; the first match counts
 _OWN_WORDS = (
     ("teacher.vllm.python=None: ", "--python is not given: "),
     ("teacher.vllm.python=", "--python "),
@@ -94,7 +94,7 @@ _OWN_WORDS = (
 
 
 def _with_options(message: str) -> str:
-    """A message of the parts that training uses, too, with this command's options in place of keys."""
+    """Returns a message of code shared with training, with this command's options in place of the keys."""
     for key, own in _OWN_WORDS:
         message = message.replace(key, own)
     return message
@@ -141,7 +141,7 @@ def _capture(options: CaptureOptions) -> None:
 
 
 def parse_layers(text: str, depth: int) -> list[int | str]:
-    """The states that `--layers` names, ascending, the one after the final norm last.
+    """Returns the states that `--layers` names, ascending, the one after the final norm last.
 
     Raises:
         ValueError: there is no such layer, or one is named twice.
@@ -158,7 +158,7 @@ def parse_layers(text: str, depth: int) -> list[int | str]:
 
 
 def _config(options: CaptureOptions) -> Config:
-    """A configuration whose teacher is the model."""
+    """Returns a configuration whose teacher is the model."""
     overrides = ["teacher.engine=vllm", "student.hf_path=none", "teacher.hf_path=none", "output=none"]
     config = load_config("verify", [*overrides, f"precision={_PRECISION[options.dtype]}"])
     settings = replace(config.teacher.vllm, tensor=options.tensor, python=options.python, replicas=1)
@@ -167,7 +167,7 @@ def _config(options: CaptureOptions) -> Config:
 
 
 def _sequences(options: CaptureOptions, spec: ModelSpec) -> list[list[int]]:
-    """The ids of recorded rollouts, prompt and response, or of prompts in the model's chat template.
+    """Returns the ids of recorded rollouts, prompt and response, or of prompts in the model's chat template.
 
     Raises:
         ValueError: the file, the tokenizer or the length of a sequence is wrong.
@@ -187,7 +187,7 @@ def _sequences(options: CaptureOptions, spec: ModelSpec) -> list[list[int]]:
 
 
 def _digest(ids: list[int]) -> str:
-    """Of ids as int64, little endian, as in the file."""
+    """Returns the SHA-256 (hex) of ids as int64, little endian, as in the file."""
     return hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest()
 
 

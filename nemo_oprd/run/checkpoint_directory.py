@@ -1,10 +1,10 @@
-"""The directory of a run's checkpoints: which one to resume from, which ones to keep, and whether one is complete.
+"""The directory of a run's checkpoints: finds the one to resume from, removes old ones, and checks completeness.
 
     iter_0000050/state.json               format, step, resume signature, and size and SHA-256 of every file beside it
     latest_checkpointed_iteration.txt     number of the newest checkpoint; write an earlier number into it to go back
     best.json                             step, metric and value of the best checkpoint, if one is kept
 
-A checkpoint is written beside its place, flushed to the disk, and renamed into it, so a killed run leaves the previous
+A checkpoint is written under a temporary name, flushed to the disk, and renamed, so a killed run leaves the previous
 checkpoint. A checkpoint that was damaged later (for example by an interrupted copy or a failing disk) is recognised by
 the sizes and digests of its files and skipped. Checkpoints of earlier versions have sizes alone.
 """
@@ -33,9 +33,9 @@ FORMAT = 2  # of state.json
 # Keys of state.json: the digest of each file in hex, and that of state.json's own content. Earlier versions lack both.
 DIGESTS, STATE_DIGEST = "sha256", "state_sha256"
 _REMOVED = ".removed_"
-# Files that take long to digest: ranks share this work, where they can talk to each other.
+# Files that take long to digest: ranks share this work, if they can communicate.
 _LARGE = (".distcp", ".safetensors")
-# Above this size, digesting takes many seconds, and a line says what is waited for.
+# Above this size, digesting takes many seconds, and a line explains the wait.
 _TOLD_BYTES = 16 << 30
 
 logger = logging.getLogger(__name__)
@@ -59,20 +59,20 @@ _FORMAT_1_DEFAULTS |= {"trained_projectors": None, "adaptive_gaps": {}}
 
 
 def iteration_directory(root: Path, step: int) -> Path:
-    """The directory of the checkpoint after `step` updates."""
+    """Returns the directory of the checkpoint after `step` updates."""
     return root / f"iter_{step:07d}"
 
 
 def partial_directory(root: Path, step: int) -> Path:
-    """The directory in which that checkpoint is written until it is complete."""
+    """Returns the directory that holds that checkpoint until it is complete."""
     return partial_path(iteration_directory(root, step))
 
 
 def find_checkpoint(root: Path, damaged: Mapping[int, str] | None = None) -> tuple[int | None, list[str]]:
-    """The number of updates in the newest complete checkpoint (None: there is none), and a line per skipped checkpoint.
+    """Returns the updates in the newest complete checkpoint (None: there is none), and a line per skipped checkpoint.
 
     Args:
-        damaged: what `find_damage_inside` has said of checkpoints, by their number of updates.
+        damaged: number of updates of a checkpoint -> the damage that `find_damage_inside` found in it.
 
     Raises:
         ValueError: the tracker file holds no number, there are checkpoints and none is complete, or the newest one has
@@ -106,10 +106,10 @@ def find_checkpoint(root: Path, damaged: Mapping[int, str] | None = None) -> tup
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint ("is incomplete (...)"); None if nothing shows it in short time.
+    """Returns the damage of a checkpoint ("is incomplete (...)"); None if the quick checks find none.
 
-    All its files are there in full then, and the small ones are as they were written; `find_damage_inside` reads the
-    others.
+    None means: all files have their full size, and the small ones their recorded digests; `find_damage_inside` reads
+    the others.
 
     Raises:
         ValueError: the checkpoint has a newer format than this version reads.
@@ -132,7 +132,7 @@ def find_damage(directory: Path) -> str | None:
 
 
 def find_damage_inside(directory: Path, rank: int = 0, ranks: int = 1, *, of_weights: bool = False) -> str | None:
-    """As `find_damage`, by the contents of all files: of this rank's share of them, if several ranks call this.
+    """Does what `find_damage` does with the contents of all files: with this rank's share, if several ranks call this.
 
     `of_weights` leaves out the files that describe the model, which a user may have changed.
     """
@@ -151,7 +151,7 @@ def find_damage_inside(directory: Path, rank: int = 0, ranks: int = 1, *, of_wei
 
 
 def find_damage_together(directory: Path, *, of_weights: bool = False) -> str | None:
-    """As `find_damage_inside`, and the same on every rank of the world. Every rank calls this."""
+    """Does what `find_damage_inside` does; every rank of the world calls this and gets the same result."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = everyones(find_damage_inside(directory, rank, ranks, of_weights=of_weights))
     return next((damage for damage in found if damage is not None), None)
@@ -176,7 +176,7 @@ def refuse_damage(directory: Path, *, together: bool) -> None:
 
 
 def has_digests(directory: Path) -> bool:
-    """Whether a complete checkpoint has digests: earlier versions wrote sizes alone."""
+    """Returns whether a complete checkpoint has digests: earlier versions wrote sizes alone."""
     return DIGESTS in _load_state(directory)
 
 
@@ -185,13 +185,13 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:
-    """The digest of what a state.json says, but for this digest itself."""
+    """Returns the digest of the content of a state.json, without this digest itself."""
     told = {name: value for name, value in state.items() if name != STATE_DIGEST}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json with the keys of the current format.
+    """Reads a checkpoint's state.json; returns its content with the keys of the current format.
 
     Raises:
         ValueError: state.json is missing or damaged, or has a newer format than this version reads.
@@ -200,7 +200,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def _load_state(directory: Path) -> dict[str, Any]:
-    """state.json as it was written; ValueError, whose message names no directory, if it is missing or damaged."""
+    """Reads state.json as written; raises ValueError, whose message names no directory, if it is missing or damaged."""
     file = directory / STATE
     if not file.is_file():
         raise ValueError(f"{STATE} is missing")
@@ -215,7 +215,7 @@ def _load_state(directory: Path) -> dict[str, Any]:
 
 
 def _upgrade(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """`state` with the keys of the current format."""
+    """Returns `state` with the keys of the current format."""
     found = state.get("format", 1)
     if found > FORMAT:
         raise ValueError(
@@ -233,11 +233,11 @@ def commit_checkpoint(
 ) -> None:
     """Makes the checkpoint in the partial directory the newest one: writes state.json, flushes all files, renames.
 
-    A run that is killed in here resumes from this checkpoint or from the one before, and best.json stays true.
+    A run killed during this call resumes from this checkpoint or from the one before, and best.json stays correct.
 
-    `state` is the content of state.json: "step" and anything else, without "files", "format" and digests; `best` that
-    of best.json if this checkpoint is the best one so far; `digests` those of files that were digested while they were
-    written. The others, which are small, are read for it.
+    `state` is the content of state.json: "step" and any other keys, without "files", "format" and digests; `best` that
+    of best.json if this checkpoint is the best one so far; `digests` those of the files that were digested during the
+    write. This function reads and digests the other files, which are small.
     """
     partial, final = partial_directory(root, state["step"]), iteration_directory(root, state["step"])
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
@@ -258,7 +258,7 @@ def commit_checkpoint(
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes what a killed run left half-written or half-removed."""
+    """Removes the partial checkpoints of a killed run."""
     for prefix in (PARTIAL, _REMOVED):
         for path in root.glob(f"{prefix}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -267,7 +267,7 @@ def remove_leftovers(root: Path) -> None:
 def prune(root: Path, keep: int, newest: int) -> None:
     """Removes checkpoints before `newest` beyond the last `keep` (0 keeps all); the best checkpoint stays.
 
-    Checkpoints after `newest` stay, too: they belong to a line of training from which the user went back, and only the
+    Checkpoints after `newest` stay, too: they belong to a branch of training that the user went back from, and only the
     user may delete them.
     """
     best = read_best(root)
@@ -278,7 +278,7 @@ def prune(root: Path, keep: int, newest: int) -> None:
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Removes a checkpoint if it exists; renames it first, so that a half-removed one is not taken for a checkpoint."""
+    """Removes a checkpoint if it exists; renames it first, so that no reader takes a half-removed one for complete."""
     if directory.exists():
         removed = directory.with_name(f"{_REMOVED}{directory.name}")
         directory.rename(removed)
@@ -286,7 +286,7 @@ def _remove_checkpoint(directory: Path) -> None:
 
 
 def read_best(root: Path) -> dict[str, Any] | None:
-    """{"step", "metric", "value"} of the best checkpoint, None if none is kept; ValueError if best.json is damaged."""
+    """Returns {"step", "metric", "value"} of the best checkpoint or None; raises ValueError if best.json is damaged."""
     if not (root / BEST).is_file():
         return None
     return read_json(root / BEST, "an object with step, metric and value", "correct it, or remove it")

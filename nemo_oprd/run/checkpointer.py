@@ -14,8 +14,8 @@ from nemo_oprd.megatron.parallel import device
 from nemo_oprd.run.training_state import save_checkpoint
 from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting, agree
 
-# Key in the state.json of a checkpoint after which the next start has to make an evaluation. Its value is what names
-# the weights in the responses that are kept already; `true`, which earlier versions wrote: there are none.
+# Key in the state.json of a checkpoint after which the next start has to make an evaluation. Its value is the name of
+# the weights in the responses that are already kept; `true`, from earlier versions: no responses are kept.
 EVALUATION_DEFERRED = "evaluation_deferred"
 
 
@@ -24,7 +24,7 @@ class EvaluationOutcome:
     """The result of a step's evaluation, as far as the step's checkpoint depends on it.
 
     `best`: on the first rank, the content of best.json if this is the best evaluation so far; else None. `deferred`:
-    set if the evaluation has not ended, so that a start from here has to make it; see `EVALUATION_DEFERRED`.
+    set if the evaluation has not ended, so that a start from this checkpoint repeats it; see `EVALUATION_DEFERRED`.
     """
 
     best: dict[str, Any] | None = None
@@ -38,10 +38,10 @@ class Checkpointer:
     Attributes:
         root: the run's directory of checkpoints.
         source: directory of the student's config.json and tokenizer, which are copied into every checkpoint.
-        skipped_in_a_row: the last steps that all had a skipped update, at first those before a resume.
+        skipped_in_a_row: number of the last steps that all had a skipped update; initially that before a resume.
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
-        before_save: waits for what is written aside: a run that resumes after a step does not write its files again.
-        write_ahead: writes what is sampled already for the steps after `done` ones into a checkpoint's directory, and
+        before_save: waits for the background writer: a run that resumes after a step does not write its files again.
+        write_ahead: writes responses already sampled for the steps after `done` ones into a checkpoint's directory, and
             returns the SHA-256 of each file by its path in there.
     """
 
@@ -93,7 +93,7 @@ class Checkpointer:
             )
 
     def stop_while_sampling(self, step: int, sampled: int, completed: int, requests: int) -> NoReturn:
-        """Ends the run after `step` steps, in the sampling of step `sampled` (from 0): `completed` of `requests` kept.
+        """Stops the run after `step` steps, while it samples step `sampled` (from 0): keeps `completed` of `requests`.
 
         Raises:
             Stopped: always; the weights after `step` steps are saved, unless the run began with them.
@@ -107,7 +107,7 @@ class Checkpointer:
         )
 
     def stop_while_waiting(self, stopped: StoppedWaiting) -> NoReturn:
-        """Ends the run in a step that waited for a server; what the step has computed is lost.
+        """Stops the run in a step that waited for a server; the results of that step are lost.
 
         Raises:
             Stopped: always; the weights after the last step are saved, unless an update of this one has changed them.
@@ -121,7 +121,7 @@ class Checkpointer:
         )
 
     def asked_to_stop(self) -> bool:
-        """Whether this process received a signal that asks it to stop."""
+        """Returns whether this process received a signal that asks it to stop."""
         return self.signals.asked_to_stop
 
     def _too_long(self) -> bool:
@@ -146,6 +146,6 @@ class Checkpointer:
 
 
 def skipped_in_a_row(flags: list[float]) -> int:
-    """The number of consecutive set flags of `train/skipped_update` at the end of `flags`."""
+    """Counts the consecutive set flags of `train/skipped_update` at the end of `flags`."""
     unset = [i for i, flag in enumerate(flags) if not flag]
     return len(flags) - 1 - unset[-1] if unset else len(flags)

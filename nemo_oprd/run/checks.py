@@ -1,7 +1,7 @@
-"""Each check that needs only the configuration, the number of ranks and the models' config.json: no torch, no weights.
+"""Checks of a run that need only the configuration, the number of ranks and the models' config.json, and `idle_ranks`.
 
-`resolve.py` calls these functions, once for a run. What needs tokenizers, prompts, bridges or weights is checked later,
-in `models.py` and `data.py` of this package, and in the commands.
+No torch, no weights. `resolve.py` calls these functions, once for a run. `models.py` and `data.py` of this package, and
+the commands, make the checks that need tokenizers, prompts, bridges or weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from nemo_oprd.vllm.endpoint import check_endpoints, wait_for_servers
 from nemo_oprd.vllm.placement import dedicated_ranks
 from nemo_oprd.vllm.teacher_launch import KEY, check_settings
 
-# Ranks without a response in a step: a response is not divided over data-parallel ranks, so some may have none.
-#
-# Plain arithmetic, without torch: `nemo-oprd plan` and a starting run say the same.
+# Idle ranks: ranks without a response in a step. A response is not divided over data-parallel ranks, so some may have
+# none. Plain arithmetic, without torch: `nemo-oprd plan` and a starting run report the same.
 
 
 CODE = "idle_ranks"
@@ -48,7 +47,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class IdleRanks:
-    """The roles with idle ranks in a step of `responses` responses, and what to do about it."""
+    """The roles with idle ranks in a step of `responses` responses, and the fix."""
 
     responses: int
     roles: tuple[Idle, ...]
@@ -60,7 +59,7 @@ class IdleRanks:
 
     @property
     def text(self) -> str:
-        """What was found, what was expected, and the fix."""
+        """Returns a message: the finding, the expected state, and the fix."""
         counts = [f"{each.idle} of {each.ranks} {each.role} ranks" for each in self.roles]
         named = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
         most = max(each.groups for each in self.roles)
@@ -75,18 +74,18 @@ class IdleRanks:
 
 
 def shares(responses: int, teachers: int) -> list[int]:
-    """The responses of each teacher, if they are spread evenly. Every teacher's are divided over ranks on their own."""
+    """Returns the number of responses per teacher, spread evenly; each teacher's are divided over ranks separately."""
     return [responses // teachers + (number < responses % teachers) for number in range(teachers)]
 
 
 def idle_ranks(
     config: Config, student: Layout, teacher: Layout, *, recorded: int | None = None, has_gpus: bool = True
 ) -> IdleRanks | None:
-    """The idle ranks of a step; None if every rank has a response.
+    """Returns the idle ranks of a step; None if every rank has a response.
 
     Args:
         recorded: the number of recorded responses of which every step consists; None: what the configuration samples.
-        has_gpus: ranks have GPUs, on which servers of this run sample.
+        has_gpus: whether ranks have GPUs, on which servers of this run sample.
     """
     responses = config.train.prompts_per_step * config.rollout.per_prompt if recorded is None else recorded
     teachers = len(config.teacher_sources)
@@ -107,12 +106,12 @@ def idle_ranks(
 
 
 def _idle(role: str, ranks: int, groups: int, responses: int) -> Idle:
-    """The idle ranks of `groups` groups, of which the first ones get the responses."""
+    """Returns the idle ranks of `groups` groups, of which the first ones get the responses."""
     return Idle(role, max(0, groups - responses) * (ranks // groups), ranks, groups)
 
 
 def _fix(config: Config, idle: tuple[Idle, ...], needed: int) -> str:
-    """What would give every rank a response; `needed`: responses that would."""
+    """Describes how every rank would get a response; `needed`: a sufficient number of responses."""
     if config.rollout.replay is not None:
         return f"replay at least {needed} responses, or start fewer ranks"
     prompts, each = config.train.prompts_per_step, config.rollout.per_prompt
@@ -129,7 +128,7 @@ def _fix(config: Config, idle: tuple[Idle, ...], needed: int) -> str:
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
-    """(Student layout, teacher layout) on `world_size` ranks.
+    """Returns (student layout, teacher layout) on `world_size` ranks.
 
     Raises:
         ValueError: the parallel sizes do not fit the number of ranks.
@@ -156,15 +155,15 @@ def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:
 
 
 def reader_layout(student: Layout) -> Layout:
-    """The layout of a teacher that servers compute: who trains on states asks for them, in whole sequences."""
+    """Returns the layout of a teacher on servers: the student's ranks request its states, in whole sequences."""
     return Layout(data=student.size, first_rank=student.first_rank)
 
 
 def trainer_ranks(config: Config, world_size: int) -> int:
-    """The number of ranks that hold models of the trainer; the ranks after them hold dedicated servers.
+    """Returns the number of ranks that hold models of the trainer; the ranks after them hold dedicated servers.
 
     Raises:
-        ValueError: no rank would be left.
+        ValueError: no rank would remain.
     """
     ranks = ENGINES[config.rollout.engine].trainer_ranks(config.rollout, world_size)
     servers = dedicated_ranks(config.teacher.vllm) * len(config.started_teachers)
@@ -195,12 +194,12 @@ def check_teacher_servers(config: Config) -> None:
 
 
 def wait_for_endpoints(config: Config) -> None:
-    """Waits on the first rank, before the ranks join, until the servers that somebody else runs are there.
+    """Waits on the first rank, before the ranks join, until all external servers respond.
 
-    Their weights and settings are checked when they are used.
+    Their users check their weights and settings later.
 
     Raises:
-        ValueError: one was not there within its `start_timeout`.
+        ValueError: a server did not respond within its `start_timeout`.
         Stopped: SIGTERM or SIGUSR1 arrived.
     """
     if config.rollout.replay is None:
@@ -211,20 +210,20 @@ def wait_for_endpoints(config: Config) -> None:
 
 
 def wait_for_sampling_endpoints(config: Config) -> None:
-    """`wait_for_endpoints` for the servers that sample, where somebody else runs them."""
+    """Calls `wait_for_endpoints` for external servers that sample."""
     kind = ENGINES[config.rollout.engine]
     if _may_wait() and kind.groups(config.rollout, 1).placement == "elsewhere":
         wait_for_servers(f"{kind.key}.endpoints", config.rollout.vllm.endpoints, config.rollout.vllm.start_timeout)
 
 
 def _may_wait() -> bool:
-    """Whether this is the first rank, and no other rank waits for it in a collective."""
+    """Returns whether this is the first rank, and no other rank waits for it in a collective."""
     distributed = sys.modules.get("torch.distributed")
     return is_first_rank() and not (distributed is not None and distributed.is_initialized())
 
 
 def _teacher_endpoints(config: Config) -> dict[str, list[str]]:
-    """The addresses of teachers' servers that somebody else runs, by the key that names them."""
+    """Returns the addresses of external teacher servers, by the key that names them."""
     found = {}
     for number in config.served_teachers:
         if urls := config.teacher_endpoints(number):
@@ -236,7 +235,7 @@ def _teacher_endpoints(config: Config) -> dict[str, list[str]]:
 def check_layouts(
     config: Config, student: ModelSpec, teachers: Sequence[ModelSpec], world_size: int
 ) -> tuple[Layout, Layout]:
-    """(Student layout, teacher layout), checked against all models and the rollout engine.
+    """Returns (student layout, teacher layout), checked against all models and the rollout engine.
 
     Raises:
         ValueError: the parallel sizes do not fit the number of ranks, or a model's heads, widths or layers.
@@ -283,7 +282,7 @@ def check_experts_train(student: ModelSpec, layout: Layout) -> None:
 def check_layers(
     config: Config, student: ModelSpec, teacher: ModelSpec, source: TeacherSource, *, fitting: bool = False
 ) -> dict[int, int]:
-    """Supervised student layer -> teacher layer, which can be compared unless a bridge is still to say so.
+    """Returns supervised student layer -> teacher layer; without a bridge, checks that their states can be compared.
 
     Args:
         source: where the teacher comes from.
@@ -377,7 +376,7 @@ def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value of a model's architecture, in few words."""
+    """Returns a value of a model's architecture, in few words."""
     if isinstance(value, Rope):
         return (
             f"(theta {value.theta:g}, {value.kind}, {dict(value.settings)})" if value.settings else f"{value.theta:g}"
@@ -424,7 +423,7 @@ def check_logging(config: Config) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether the package can be imported. A folder without code in the working directory does not count.
+    """Returns whether the package can be imported. A folder without code in the working directory does not count.
 
     W&B and TensorBoard are used with folders `wandb` and `tensorboard`, which Python finds as namespace packages.
     """

@@ -1,8 +1,8 @@
-"""The settings that a run directory ran with: `config.yaml` of its first start, `config.1.yaml`, ... of changed ones.
+"""The settings of a run directory's starts: `config.yaml` of the first one, `config.1.yaml`, ... of changed ones.
 
-A file that was written is never changed: a start with other settings adds a file, and a start with the settings of an
-earlier file names that one again. environment.json has an entry per start, whose `config` and `after_step` say which
-file holds its settings and after how many steps it went on. Starts of earlier versions have neither. Imports no torch.
+No start changes an existing file: a start with other settings adds a file, and a start with the settings of an earlier
+file refers to that file. `record_environment` adds an entry per start to environment.json; its `config` names the file
+of settings, and `after_step` the steps before it. Entries of earlier versions have neither. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Span:
 
 
 def config_files(directory: Path) -> list[Path]:
-    """The configurations of a run directory, in the order in which they were written."""
+    """Returns the configurations of a run directory, oldest first."""
     found = [path for path in directory.glob("config*.yaml") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_number)
 
 
 def current_config(directory: Path) -> Path:
-    """The file with the settings of the last start; config.yaml if there is none."""
+    """Returns the file with the settings of the last start; config.yaml if there is none."""
     named = [directory / start["config"] for start in _described(directory)]
     return next((file for file in (*named[::-1], *config_files(directory)[::-1]) if file.is_file()), directory / FIRST)
 
 
 def spans(directory: Path) -> list[Span]:
-    """Which steps ran with which file, ascending; a start goes on after some step and replaces all later ones."""
+    """Returns the spans of steps per file, ascending; a start continues after some step and replaces all later ones."""
     found = [Span(0, FIRST)]
     for start in _described(directory):
         found = [span for span in found if span.after < start["after_step"]]
@@ -61,14 +61,14 @@ def spans(directory: Path) -> list[Span]:
 
 
 def config_at(directory: Path, step: int) -> Path | None:
-    """The file with whose settings update `step` (from 1) was made; None if there is none."""
+    """Returns the file whose settings update `step` (from 1) used; None if there is none."""
     names = [span.file for span in spans(directory) if span.after < step]
     file = directory / names[-1] if names else current_config(directory)
     return file if file.is_file() else None
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The content of a configuration file of a run.
+    """Returns the content of a configuration file of a run.
 
     Raises:
         ValueError: the file is malformed.
@@ -85,7 +85,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def record_config(directory: Path, config: Config) -> str:
-    """The name of the file with these settings, which is written if no file has them yet.
+    """Returns the name of the file with these settings; writes it if no file has them yet.
 
     Raises:
         ValueError: a file is malformed.
@@ -102,12 +102,12 @@ def record_config(directory: Path, config: Config) -> str:
 
 
 def _number(file: Path) -> int:
-    """0 of config.yaml, 1 of config.1.yaml, ..."""
+    """Returns 0 for config.yaml, 1 for config.1.yaml, ..."""
     return int(file.name.removeprefix("config").removesuffix("yaml").strip(".") or 0)
 
 
 def starts(directory: Path) -> list[dict[str, Any]]:
-    """The entries of environment.json, one per start; [] if there is no such file, or none that can be read."""
+    """Returns the entries of environment.json, one per start; [] if the file is missing or can't be read."""
     try:
         entries = json.loads((directory / STARTS).read_bytes())
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ def starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def _described(directory: Path) -> list[dict[str, Any]]:
-    """The starts that say which settings they had and where they went on."""
+    """Returns the starts that record their settings and the step after which they continued."""
     return [
         start
         for start in starts(directory)
@@ -146,7 +146,7 @@ def record_environment(
         ranks: ranks of the job.
         layouts: role -> its parallel layout in words.
         kernels: purpose -> implementation.
-        start: what `config_history.py` and `run/resume.py` read: "config", "after_step" and "models".
+        start: the entries that this module and `run/resume.py` read: "config", "after_step" and "models".
     """
     file = directory / STARTS
     entry = {

@@ -1,4 +1,4 @@
-"""The data of a run: prompts and recorded rollouts, checked and encoded before any model is loaded."""
+"""The data of a run, read before any model: encoded prompts with their visiting order, and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nemo_oprd.run.resolve import RunModels, RunSpec
 
 @dataclass(frozen=True)
 class RunPrompts:
-    """Encoded training prompts, the problems that `data.held_out` sets aside, and what was done to the prompts."""
+    """Encoded training prompts, the problems that `data.held_out` sets aside, and the report of the preparation."""
 
     training: TrainingPrompts
     held_out: list[Prompt]
@@ -59,7 +59,7 @@ def read_run_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -
 def encode_prompts(
     config: Config, prepared: PreparedPrompts, tokenizer: Tokenizer, max_positions: int, report: DataReport
 ) -> list[list[Request]]:
-    """The training prompts as requests, per file; longer ones than `data.max_prompt_tokens` as `data.over_long` says.
+    """Returns the training prompts as requests, per file; applies `data.over_long` above `data.max_prompt_tokens`.
 
     Raises:
         ValueError: all prompts of a file are too long, a prompt is too long and `data.over_long=refuse`, or cannot be
@@ -98,7 +98,7 @@ def encode_prompts(
 
 
 def _over_long(config: Config, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[Prompt, list[int]]:
-    """The prompt without the beginning of its problem, and its ids: as many words as fit stay."""
+    """Drops the beginning of a prompt's problem; returns the prompt with as many words as fit, and its ids."""
     limit = config.data.max_prompt_tokens
     assert limit is not None
     if config.data.over_long == "refuse":
@@ -155,17 +155,17 @@ def _say_over_long(config: Config, number: int, total: int, longest: int, report
 
 
 def files_in_words(config: Config) -> str:
-    """`data.train` in a message: the file, or all files."""
+    """Formats `data.train` for a message: the file, or all files."""
     files = config.data.train_files
     return files[0] if len(files) == 1 else f"[{','.join(files)}]"
 
 
 def _fingerprint(prompts: TrainingPrompts) -> str:
-    """sha256 (hex) of what a position in the visiting order means, but for the seed."""
+    """Returns the sha256 (hex) of all that defines a position in the visiting order, except the seed."""
     known = hashlib.sha256(repr((prompts.order.sizes, prompts.order.weights)).encode())
     for request in prompts.requests:
         known.update(json.dumps([request.prompt_ids, request.answer]).encode())
-        # what only the teacher's template may show
+        # fields that only the teacher's template may show
         known.update(fields_beside_text(request.messages, request.tools).encode())
     return known.hexdigest()
 
@@ -177,7 +177,7 @@ class TrainingData:
     Attributes:
         recorded: the rollouts of `rollout.replay`; None: rollouts are sampled. With recorded rollouts the other fields
             are empty.
-        report: what was done to the prompts; None with recorded rollouts.
+        report: the report of the prompts' preparation; None with recorded rollouts.
         teacher_inputs: per teacher, the object that adds the teacher's sequences to rollouts, or None if the teacher
             reads the student's ids.
         evaluator: None if the run does not evaluate.
@@ -213,7 +213,7 @@ def read_training_data(run: RunSpec, files: RunFiles) -> TrainingData:
 
 
 def read_prompts(config: Config, files: RunFiles, routing: Routing) -> tuple[RunPrompts, list[TeacherInputs | None]]:
-    """(The prompts; `TrainingData.teacher_inputs`).
+    """Returns (the prompts; `TrainingData.teacher_inputs`).
 
     Raises:
         ValueError: there are no prompts, prompts do not fit the models, or a tokenizer does not fit its model.
@@ -235,7 +235,7 @@ def read_prompts(config: Config, files: RunFiles, routing: Routing) -> tuple[Run
 
 
 def recorded_rollouts(config: Config, models: RunModels) -> list[Rollout] | None:
-    """The rollouts of `rollout.replay`, checked against the models; None if it is not set.
+    """Returns the rollouts of `rollout.replay`, checked against the models; None if it is not set.
 
     Raises:
         ValueError: as `read_rollouts`.

@@ -1,8 +1,8 @@
-"""The rollout engines by name: what each one checks, which ranks and GPUs it takes, and how it is built.
+"""A table of the rollout engines by name: the checks of each, its ranks and GPUs, and its constructor.
 
-This table is known without importing torch; an engine's own module is imported when the engine is built. Nothing else
-compares the names of engines. What an engine records of a response is in `config/teacher_kinds.py`, because
-configurations are checked against it.
+The table imports no torch; `make_engine` imports an engine's own module. No other module compares the names of engines.
+`config/teacher_kinds.py` lists the fields of a response that each engine records, because configurations are checked
+against them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Build: TypeAlias = "Callable[[Config, ModelSpec, Path, Layout, tuple[int, ...], 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of GPUs, or the servers, that sample at the same time, each on `gpus` GPUs and with the whole model.
+    """The groups of GPUs, or the servers, that sample in parallel, each on `gpus` GPUs and with the whole model.
 
     Attributes:
-        placement: on the student's GPUs, on ranks that hold nothing else, or wherever somebody else runs the servers.
+        placement: on the student's GPUs, on ranks that hold nothing else, or on external servers.
         memory: the fraction of a GPU's memory that a server takes; 0 for an engine in the trainer's processes.
     """
 
@@ -52,15 +52,15 @@ class EngineKind:
     Attributes:
         label: its name in reports.
         key: the group of configuration keys with its settings; `KEY.tensor` is the number of GPUs of a group.
-        in_process: it samples in the trainer's processes from a copy of the student, in the memory that is left there.
+        in_process: it samples in the trainer's processes from a copy of the student, in their remaining memory.
         check: raises ValueError unless the engine is installed, or addressed, and can run the model; imports no torch.
         check_device: raises ValueError if it can't run the model on this machine; needs no process group.
-        trainer_ranks: of so many ranks, those that hold models of the trainer; the engine has the ranks after them.
-            Raises ValueError if none is left.
-        groups: the groups that sample beside a student of so many ranks.
+        trainer_ranks: returns how many of the given ranks hold models of the trainer; the engine has the ranks after
+            them. Raises ValueError if none remains.
+        groups: returns the groups that sample for a student on the given number of ranks.
         build: see `make_engine`.
-        sampled_with: entries of files that say how kept responses were sampled. Files of versions that had the
-            in-process engine alone lack them, so that one has none.
+        sampled_with: entries that identify the engine in files about kept responses. Files of versions that had only
+            the in-process engine lack them, so its entries are empty.
     """
 
     label: str
@@ -87,9 +87,9 @@ def make_engine(
     eos_ids: tuple[int, ...],
     sampled: TokenIds | None = None,
 ) -> RolloutEngine:
-    """The engine of `config.rollout.engine`, without weights until `update_weights` or `load`. Every rank calls this.
+    """Makes the engine `config.rollout.engine`, without weights until `update_weights` or `load`. All ranks call this.
 
-    An engine that is a program of its own is started and not waited for, so that it starts while models are loaded.
+    An engine that is a separate program starts in the background, while models are loaded.
 
     Args:
         spec: the architecture of the model to sample from.

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 def evaluate(sampling: SamplingSpec) -> None:
     """Writes `output/evaluation.json` and prints the table. The layout is `rollout.tensor` times data parallelism.
 
-    Responses are kept in `output/generations` as they come, and their grades in `output/grades`. The same command
-    started again samples only the responses that are missing; without any, it makes no engine.
+    It writes responses to `output/generations` as they complete, and their grades to `output/grades`. The same command,
+    started again, samples only missing responses; if none is missing, it makes no engine.
 
     Raises:
         ValueError: there is no validation set, the model or the data are wrong, another process uses the directory, or
@@ -54,7 +54,7 @@ def evaluate(sampling: SamplingSpec) -> None:
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
             stack.callback(RunLock(Path(config.output)).undo)
-            generations.check()  # again under the lock: another process may have used the directory until here
+            generations.check()  # again under the lock: another process may have used the directory before
             if not evaluator.is_complete(generations):
                 wait_for_sampling_endpoints(config)
         init_distributed()

@@ -1,4 +1,4 @@
-"""`fit-bridge`: stage 1 of OPRD-Bridge. Both models run over the student's rollouts once; a fit gives the projectors.
+"""`fit-bridge`: stage 1 of OPRD-Bridge. Reads or samples the student's rollouts, runs both models, fits projectors.
 
 Both models keep their own layouts, except that the student's sequence parallelism, which only training needs, is off.
 The teacher's hidden states travel to the student rank that has the same rows. That rank adds the states of both models
@@ -47,10 +47,10 @@ from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, agree
 
-# The rollouts that `fit-bridge` runs both models over: recorded ones, or sampled ones that an interrupted fit keeps.
+# The rollouts of `fit-bridge`: recorded ones, or sampled ones that an interrupted fit keeps.
 #
 # Sampled rollouts are written to `output/rollouts`, one file per step of `train.prompts_per_step` prompts, beside
-# `about.json`, which says how they were sampled. The command started again reads the files that exist.
+# `about.json`, which records the sampling settings. The command, started again, reads the files that exist.
 
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class RecordedRollouts:
         self.config, self.rollouts, self.count = config, rollouts, len(rollouts)
 
     def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
-        """All rollouts, as many at a time as `SampledRollouts` samples in a step."""
+        """Yields all rollouts, as many at a time as `SampledRollouts` samples in a step."""
         size = _batch_size(self.config)
         yield from (self.rollouts[start : start + size] for start in range(0, self.count, size))
 
@@ -99,7 +99,7 @@ class SampledRollouts:
         self.count = config.bridge.prompts * config.rollout.per_prompt
 
     def batches(self, distiller: Distiller) -> Iterator[list[Rollout]]:
-        """All rollouts, `train.prompts_per_step` prompts at a time; the same on every rank."""
+        """Yields all rollouts, `train.prompts_per_step` prompts at a time; the same on every rank."""
         self._claim_directory()
         size, engine = _batch_size(self.config), None
         try:
@@ -118,14 +118,14 @@ class SampledRollouts:
                 engine.close()
 
     def _engine(self, distiller: Distiller) -> RolloutEngine:
-        """The engine, with the student's weights; not made unless something has to be sampled."""
+        """Returns the engine with the student's weights; made only if a response has to be sampled."""
         files, layout, sampled = self.student, distiller.student.role.layout, self.files.sampled_ids
         engine = make_engine(self.config, files.spec, files.directory, layout, files.tokenizer.eos_ids, sampled)
         engine.update_weights(distiller.student.hf_weights, 0)
         return engine
 
     def _claim_directory(self) -> None:
-        """Records how the rollouts are sampled; refuses a directory of those that were sampled in another way."""
+        """Records the sampling settings; refuses a directory with rollouts of other settings."""
         file, settings = Path(self.config.output) / DIRECTORY / "about.json", self.config.rollout
         about = {
             "student": str(self.student.directory),
@@ -147,7 +147,7 @@ class SampledRollouts:
 
     @staticmethod
     def _other_settings(file: Path, about: dict[str, Any]) -> str | None:
-        """What is wrong with an existing about.json; None if there is none, or if it holds `about`."""
+        """Describes how an existing about.json differs from `about`; None if it is equal, or there is no such file."""
         fix = "remove that directory, or choose another output"
         try:
             existing = read_json(file, "how these rollouts were sampled", fix) if file.exists() else about
@@ -166,7 +166,7 @@ class SampledRollouts:
 
 
 def rollout_source(spec: RunSpec, files: RunFiles) -> RecordedRollouts | SampledRollouts:
-    """The rollouts that the configuration asks for.
+    """Returns the source of the rollouts that the configuration names.
 
     Raises:
         ValueError: the recorded rollouts, the prompts, the tokenizers or `data.train` are wrong.
@@ -180,7 +180,7 @@ def _batch_size(config: Config) -> int:
 
 
 def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
-    """The rollouts of these requests that an earlier start kept in `file`, or None; the same on every rank."""
+    """Reads the rollouts of these requests that an earlier start kept in `file`, or None; the same on every rank."""
     kept: list[Rollout] = []
     if dist.get_rank() == 0 and file.is_file():
         rollouts = read_rollouts(file, vocab_size)
@@ -216,7 +216,7 @@ def fit_bridge(spec: RunSpec) -> None:
         distiller = stack.enter_context(closing(build_distiller(plan, trainable=False)))
         signals = stack.enter_context(Signals())
         statistics = _collect_statistics(config, distiller, source, signals)
-        # a signal that arrives from here on is ignored: the remaining work is short
+        # signals are ignored from here on: the remaining work is short
         bridge = _fit(config, distiller, statistics, source)
         if dist.get_rank() == 0:
             print(_rank_table(bridge.report["layers"]), flush=True)
@@ -226,7 +226,7 @@ def fit_bridge(spec: RunSpec) -> None:
 
 
 def _without_sequence_parallelism(spec: RunSpec) -> RunSpec:
-    """Every tensor rank then has all rows, and pairs can be divided among them; experts, which need it, are refused."""
+    """Switches sequence parallelism off, so that tensor ranks have all rows to share pairs; refuses experts."""
     student, layout = spec.config.student, replace(spec.student_layout, sequence=False)
     check_experts_train(spec.models.student.spec, layout)
     parallel = replace(student.parallel, sequence=False)
@@ -237,7 +237,7 @@ def _without_sequence_parallelism(spec: RunSpec) -> RunSpec:
 def _collect_statistics(
     config: Config, distiller: Distiller, source: RolloutSource, signals: Signals
 ) -> list[PairStatistics]:
-    """Of all rows, for the layer pairs that this rank collects: the same on its data and context parallel peers."""
+    """Collects statistics of all rows for this rank's layer pairs: the same on its data and context parallel peers."""
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
     student, objective = distiller.student, distiller.objective_of(None)
     coords, statistics, first, rows = student.role.coords, _empty_statistics(config, distiller), 0, 0
@@ -272,7 +272,7 @@ def _collect_statistics(
 
 
 def _empty_statistics(config: Config, distiller: Distiller) -> list[PairStatistics]:
-    """Empty statistics for the layer pairs that this rank collects: its part of its pipeline stage's pairs."""
+    """Returns empty statistics for the layer pairs that this rank collects: its part of its pipeline stage's pairs."""
     role, student, match = distiller.student.role, distiller.student.spec, distiller.objective.teachers[0]
     if role.coords is None:
         return []
@@ -313,7 +313,7 @@ def _all_gather(value: Any) -> list[Any]:
 
 
 def _rank_table(layers: dict[str, Any]) -> str:
-    """One line per layer pair: the ranks that the pair alone would choose, and its cosine at the chosen rank."""
+    """Formats a line per layer pair: the ranks that the pair alone would choose, and its cosine at the chosen rank."""
     lines = ["pair        r*  crossing  held-out cosine"]
     for key, report in layers.items():
         cosine = report["held_out_cosine"]

@@ -1,7 +1,7 @@
-"""Likely mistakes that show before the first step, from what a run has read anyway. `train` warns, `doctor` finds them.
+"""Finds likely mistakes before the first step, from the data that a run reads anyway. `train` and `doctor` show them.
 
-Nothing here is refused: a model may be distilled into a larger one, and a file may hold one prompt, on purpose. What
-evaluations before the first step show is in `evaluation/teacher_lead.py`.
+These are warnings: a user may distil a model into a larger one, or train on one prompt, on purpose.
+`evaluation/teacher_lead.py` judges the evaluations before the first step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nemo_oprd.run.models import RunPlan
 
 # share of the prompts of a source that render to one text; the excerpt of that text
 NEARLY_ALL, SHOWN = 0.9, 60
-# a teacher's own prompts are rendered anew, so that few of them are looked at, evenly spaced
+# a teacher's own prompts are rendered again, so only a few of them are checked, evenly spaced
 TEACHER_PROMPTS = 200
 
 T = TypeVar("T")
 
 
 def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
-    """One line for each: models that look exchanged, and prompts that a chat template makes the same."""
+    """Yields one line per mistake: models that look exchanged, and prompts that a chat template makes the same."""
     run, student = plan.run, plan.files.student
     for teacher in run.models.teachers:
         if TEACHER_KINDS[run.config.teacher.weights].own_model:
@@ -55,11 +55,11 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
 
 
 def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = str) -> str | None:
-    """A line if nearly all prompts of a source are the same to a model; None if they are not.
+    """Returns a line if nearly all prompts of a source are the same to a model; None if they are not.
 
     Args:
         prompts: each as the model reads it, after its chat template.
-        show: the text of one of them.
+        show: returns the text of one of them.
     """
     prompt, lead = None, 0
     for each in prompts:  # Boyer and Moore's vote: only this one can be more than half of them
@@ -76,7 +76,7 @@ def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = 
 
 
 def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
-    """A line if a teacher has fewer weights in its layers than the student; None if it has not, or on servers."""
+    """Returns a line if a teacher has fewer weights in its layers than the student; else, and on servers, None."""
     ours, theirs = layer_weights(student), layer_weights(teacher)
     if theirs >= ours or not teacher.ffn_size:  # `read_served_spec` does not read it
         return None
@@ -87,7 +87,7 @@ def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
 
 
 def layer_weights(spec: ModelSpec) -> float:
-    """The number of weights in the layers of a model, without biases and norms."""
+    """Counts the weights in the layers of a model, without biases and norms."""
     attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     experts = spec.experts
     total = 0.0

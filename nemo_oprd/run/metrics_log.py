@@ -104,11 +104,11 @@ class MetricsLog:
             self._wandb.log({"step": step, **metrics})
 
     def history(self, metric: str) -> dict[int, float]:
-        """Step -> finite value of a metric in this run, also from before a resume; {} on other ranks than the first."""
+        """Returns step -> finite value of a metric in this run, also before a resume; {} on all but the first rank."""
         return {record["step"]: record[metric] for record in self._records() if record.get(metric) is not None}
 
     def evaluated(self, step: int) -> bool:
-        """Whether validation metrics of `step` were written, also before a resume; False on other ranks."""
+        """Returns whether validation metrics of `step` were written, also before a resume; False on other ranks."""
         return any(name.startswith("val/") for record in self._records() if record["step"] == step for name in record)
 
     def progress(self, done: int, metrics: dict[str, float]) -> None:

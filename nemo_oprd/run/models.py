@@ -1,4 +1,4 @@
-"""Builds the models of this process from a configuration: files, layouts, process groups, roles."""
+"""Opens the model files of a configuration, plans a run, and builds the models of this process in their groups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A file with a chat template (None: the tokenizer's own), and what the template gets.
+    """A file with a chat template (None: the tokenizer's own), and the template's variables.
 
     Attributes:
         system_prompt: the system message, in place of a conversation's own; None: its own.
@@ -54,12 +54,12 @@ NO_CHAT_TEMPLATE = ChatTemplate()
 
 
 def student_files(config: Config, model: ResolvedModel) -> ModelFiles:
-    """The student's files, whose tokenizer has the chat template of the configuration."""
+    """Returns the student's files, whose tokenizer has the chat template of the configuration."""
     return ModelFiles(model, ChatTemplate(config.data.chat_template, config.data.chat_template_args))
 
 
 class ModelFiles:
-    """The files of one model. Its tokenizer and its weights are opened on first access, once.
+    """The files of one model. Opens its tokenizer and its weights on first access, once.
 
     `directory` and `spec` are those of the `ResolvedModel`.
 
@@ -75,7 +75,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the model's directory.
+        """Loads the tokenizer in the model's directory.
 
         Raises:
             ValueError: there is no tokenizer, or the chat template cannot be used.
@@ -89,7 +89,7 @@ class ModelFiles:
 
     @cached_property
     def read(self) -> TensorReader:
-        """The reader of the weights, opened on first access and kept until `close`.
+        """Returns the reader of the weights, opened on first access and kept until `close`.
 
         Raises:
             ValueError: as `open`.
@@ -98,15 +98,15 @@ class ModelFiles:
 
     @property
     def weights_directory(self) -> Path:
-        """The HF directory or the Megatron checkpoint that holds the weights."""
+        """Returns the HF directory or the Megatron checkpoint that holds the weights."""
         return checkpoint_directory(Path(self.source.path))
 
     @cached_property
     def build(self) -> ChunkBuilder:
-        """What builds the model's chunks: this project's `build_chunks`, or Megatron-Bridge's provider.
+        """Returns the builder of the model's chunks: this project's `build_chunks`, or Megatron-Bridge's provider.
 
         Raises:
-            ValueError: there is no such provider, or it is of another model.
+            ValueError: there is no such provider, or it builds another model.
         """
         if self.source.provider == OWN:
             return build_chunks
@@ -177,7 +177,7 @@ class RunFiles:
         self.teachers = [self._teacher(config, number) for number in range(len(models.teachers))]
 
     def _teacher(self, config: Config, number: int) -> ModelFiles:
-        """The files of a teacher; those of the student where the teacher is the student and reads its conversation."""
+        """Returns a teacher's files; the student's if the teacher is the student and reads its conversation."""
         model, own = self.models.teachers[number].model, config.conversation_of(number)
         is_student = model is self.models.student
         if is_student and not own.is_set:
@@ -187,7 +187,7 @@ class RunFiles:
         return ModelFiles(model, ChatTemplate(file, own.chat_template_args, own.system_prompt, keys))
 
     def conversations(self) -> dict[str, dict[str, Any]]:
-        """How each model that reads prompts renders them, by its role; of a teacher only if it has its own prompts."""
+        """Returns by role the rendering settings of models that read prompts; of teachers only with own prompts."""
         if self._replays:
             return {}
         found = {"student": self.student.tokenizer.conversation()}
@@ -198,9 +198,9 @@ class RunFiles:
 
     @cached_property
     def sampled_ids(self) -> TokenIds:
-        """The ids that may be sampled: those with a token, as far as the teachers that read them have rows for them.
+        """Returns the ids that may be sampled: those with a token for which every teacher that reads them has a row.
 
-        Of recorded rollouts these are all ids for which the models have rows: no tokenizer is read.
+        For recorded rollouts these are all ids for which the models have rows; no tokenizer is read.
 
         Raises:
             ValueError: the student has no tokenizer.
@@ -209,10 +209,10 @@ class RunFiles:
         return TokenIds(limit) if self._replays else self.student.tokenizer.ids(limit)
 
     def shared_ids(self, number: int) -> TokenIds | None:
-        """The ids on which the student and a teacher that reads them are compared; None if their tokenizers differ.
+        """Returns the ids on which the student and a teacher that reads them are compared; None if tokenizers differ.
 
-        With equal tokenizers these are all ids for which both models have rows. Where the teacher knows more tokens
-        they are the student's: a row that only the teacher has a use for says nothing about the student's.
+        With equal tokenizers these are all ids for which both models have rows. If the teacher has more tokens, they
+        are the student's ids: rows that only the teacher uses carry no information about the student's.
         """
         student, teacher = self.student, self.teachers[number]
         limit = min(student.spec.vocab_size, teacher.spec.vocab_size)
@@ -241,12 +241,12 @@ class RunPlan:
 
     @property
     def needs(self) -> ModelNeeds:
-        """What the models of the run must be able to compute."""
+        """Returns the capabilities that the run needs of its models."""
         return ModelNeeds.build(self.objective, self.watched)
 
 
 def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = False) -> RunPlan:
-    """Every check of tokenizers, bridges and weights that is possible before models are built.
+    """Makes every check of tokenizers, bridges and weights that is possible before models are built; returns the plan.
 
     Args:
         files: the models, if they are already open.
@@ -303,7 +303,7 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
 
 
 def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
-    """By teacher, the servers of those with `teacher.engine=vllm`, which start while models are loaded."""
+    """Starts the servers of teachers with `teacher.engine=vllm`, while models load; returns them by teacher."""
     run = plan.run
     if not run.config.served_teachers:
         return {}
@@ -319,7 +319,7 @@ def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
             head = None
             if plan.needs.teacher_states:
                 head = partial(read_teacher_head, teacher.spec, plan.files.teachers[number].open())
-            # nothing of one run goes into a server that several share
+            # a server that several runs share must hold no data of one run
             is_shared = bool(run.config.teacher_endpoints(number))
             bridge = None if is_shared else ServedBridge.of(plan.objective.teachers[number])
             dtype, logprobs = DTYPES[run.config.precision], plan.needs.teacher_logprobs
@@ -364,12 +364,12 @@ def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool
         model.close()
     for each in servers.values():
         each.wait()
-    dist.barrier()  # ranks read weights for different times; timeouts of later collectives start together from here
+    dist.barrier()  # ranks take different times to read weights; the timeouts of later collectives start together here
     return Distiller(config, objective, plan.watched, student, teachers, run.models.routing)
 
 
 def distiller_for(config: Config) -> Distiller:
-    """Student and teachers of a configuration on the ranks of this job, for programs that run no whole training.
+    """Builds student and teachers of a configuration on the ranks of this job, for programs without a whole training.
 
     Raises:
         ValueError: as `resolve`, `make_plan` and `build_distiller`.
@@ -380,7 +380,7 @@ def distiller_for(config: Config) -> Distiller:
 def _build_teacher(
     config: Config, student: Student, role: Role, needs: ModelNeeds, number: int, files: ModelFiles
 ) -> Teacher:
-    """A teacher with only the layers and the head that the updates need; the student with teacher.weights=student."""
+    """Builds a teacher with only the layers and head that updates need; the student with teacher.weights=student."""
     kind = TEACHER_KINDS[config.teacher.weights]
     if not kind.copied:
         return MegatronTeacher(number, student.role, student.dtype, student.chunks or None)
@@ -389,7 +389,7 @@ def _build_teacher(
         # a moving average is saved in checkpoints, and Megatron saves a model only with its head
         head = kind.averages or needs.teacher_logprobs
         depth = needs.teacher_depth(student.objective, number)
-        # weights of the student are computed with as the student computes
+        # a teacher with the student's weights routes in the student's precision
         router_dtype = None if kind.own_model else config.student.router_dtype
         chunks = files.build(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
         for chunk in chunks:
@@ -405,5 +405,5 @@ def _build_teacher(
 
 
 def world_size() -> int:
-    """Number of ranks of this job; also valid before the process group is joined."""
+    """Returns the number of ranks of this job; also valid before the process group is joined."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

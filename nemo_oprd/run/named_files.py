@@ -1,6 +1,6 @@
-"""The files that a configuration names, looked for before anything is imported that takes seconds.
+"""Checks that the files which a configuration names exist, before any slow import.
 
-A shipped configuration names files that a newcomer does not have, so a message says which YAML file names them.
+A shipped configuration names files that a new user does not have, so a message names the YAML file that sets the key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NamedFile:
 
     Attributes:
         expected, fix: for the message where it is missing.
-        extensions: of files that may be meant where a directory is named.
+        extensions: of files that a user may name in place of a directory.
     """
 
     key: str
@@ -43,7 +43,7 @@ class NamedFile:
         if path.is_dir() if self.is_directory else path.is_file():
             return
         if self.is_directory and path.is_file():
-            return  # whoever reads it knows better what the file is
+            return  # its reader reports the kind of the file more precisely
         found = why_no_file(path, *self.extensions)
         found = "no such directory" if self.is_directory and found == "no such file" else found
         file = None if origin is None else origin(self.key)
@@ -52,13 +52,13 @@ class NamedFile:
 
 
 def check_models(config: Config, origin: Origin | None = None, *, student_alone: bool = False) -> None:
-    """Raises ValueError unless the directories of the models are there; `origin` names the file that asks for them."""
+    """Raises ValueError unless the directories of the models exist; `origin` names the file that sets a key."""
     for named in _models(config, student_alone=student_alone):
         named.check(origin)
 
 
 def check_files(config: Config, command: str, origin: Origin | None = None) -> None:
-    """Raises ValueError unless the files are there that `command` reads besides the models; see `check_models`."""
+    """Raises ValueError unless the files exist that `command` reads besides the models; see `check_models`."""
     for named in _files(config, command):
         named.check(origin)
 
@@ -84,7 +84,7 @@ def _files(config: Config, command: str) -> Iterator[NamedFile]:
     if reads_prompts and (command != "evaluate" or data.held_out):
         for file in data.train_files:
             yield NamedFile("data.train", file, _PROMPTS, "give its path in data.train=FILE", formats)
-    # contamination alone is looked for in the sets that are there
+    # the contamination check alone skips sets that do not exist
     evaluates = command in ("evaluate", "doctor") or (command == "train" and config.evaluation.every > 0)
     if reads_prompts and evaluates:
         do_without = "data.validation={}" + (" evaluation.every=0" if config.evaluation.every else "")

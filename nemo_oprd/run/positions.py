@@ -1,4 +1,4 @@
-"""Sequences that would outgrow a model's positions: what a run does with them, as `plan`, `rehearse` and `doctor` say.
+"""Finds sequences longer than a model's positions, before a run, for `plan`, `rehearse` and `doctor`.
 
 A response of the student ends where prompt and response have as many tokens as the student has positions
 (`SamplingParams.limit_of`), and a prompt that leaves no room for a token is refused. A teacher that reads the student's
@@ -24,7 +24,7 @@ class TooFewPositions:
     """A model with fewer positions than its longest sequence has tokens.
 
     Attributes:
-        text: what was found, what was expected, and the fix.
+        text: the finding, the expected state, and the fix.
         positions, tokens: of the model, and of the longest sequence; without the prompt where its length is not known.
     """
 
@@ -35,17 +35,17 @@ class TooFewPositions:
 
     @property
     def line(self) -> str:
-        """For a terminal."""
+        """Returns the finding as a line for a terminal."""
         return f"warning ({CODE}): {self.text}"
 
     def as_json(self) -> dict[str, Any]:
-        """As an entry of `findings`."""
+        """Returns the finding as an entry of `findings`."""
         numbers = {"role": self.role, "positions": self.positions, "tokens": self.tokens}
         return {"code": CODE, "text": self.text, "numbers": numbers}
 
 
 def prompt_tokens(config: Config, student: ModelSpec, given: int | None = None) -> int:
-    """Tokens of the longest prompts: `given`, else `data.max_prompt_tokens`, else a usual number that leaves room.
+    """Returns tokens of the longest prompts: `given`, else `data.max_prompt_tokens`, else a usual number that fits.
 
     Raises:
         ValueError: `given` leaves no room for a response.
@@ -63,20 +63,20 @@ def prompt_tokens(config: Config, student: ModelSpec, given: int | None = None) 
 
 
 def known_prompt(config: Config, student: ModelSpec, given: int | None = None) -> int | None:
-    """Tokens of the longest prompts: `given`, else `data.max_prompt_tokens` where the student has more positions."""
+    """Returns tokens of the longest prompts: `given`, else a `data.max_prompt_tokens` below the student's positions."""
     known = given or config.data.max_prompt_tokens
     return known if known is not None and known < student.max_positions else None
 
 
 def longest_response(config: Config, student: ModelSpec, prompt: int) -> int:
-    """The most tokens of a training response after a prompt of `prompt` tokens."""
+    """Returns the maximum number of tokens of a training response after a prompt of `prompt` tokens."""
     return min(config.response_limit[1], student.max_positions - prompt)
 
 
 def too_few_positions(
     config: Config, student: ModelSpec, teachers: Mapping[int, ModelSpec], prompt: int | None = None
 ) -> Iterator[TooFewPositions]:
-    """The models whose positions end before the longest sequences of a run; none where responses are replayed.
+    """Yields the models with fewer positions than the longest sequences of a run; none if responses are replayed.
 
     Args:
         teachers: by their numbers in the run.

@@ -1,6 +1,4 @@
-"""What a command needs of its configuration, checked before anything imports torch; after that, whether its GPUs are
-there.
-"""
+"""Checks a command's configuration before torch is imported, and afterwards whether torch sees the promised GPUs."""
 
 from __future__ import annotations
 
@@ -14,17 +12,17 @@ from nemo_oprd.runtime.gpus import check_promise
 def preflight(
     config: Config, world_size: int, command: str, *, against_reference: bool = False, origin: Origin | None = None
 ) -> RunSpec:
-    """The run that `command` makes of a configuration on `world_size` ranks, checked as far as config.json goes.
+    """Returns the run that `command` makes of a configuration on `world_size` ranks, checked by the config.json files.
 
     Args:
-        command: train, verify, fit-bridge, or doctor, which makes the checks of `train` and finds out about the engine
+        command: train, verify, fit-bridge, or doctor, which makes the checks of `train` and examines the engine
             itself.
         against_reference: `verify` also computes the Hugging Face reference.
-        origin: says for messages which file sets a key.
+        origin: returns the file that sets a key, for messages.
 
     Raises:
-        ValueError: a mistake that the configuration and the models' config.json show by themselves, or torch does not
-            see the GPUs that the launcher gives.
+        ValueError: the configuration and the models' config.json contain a mistake, or torch does not see the GPUs that
+            the launcher gives.
     """
     assert command in ("train", "verify", "fit-bridge", "doctor"), command
     trains = command in ("train", "doctor")
@@ -60,7 +58,7 @@ def preflight(
 
 
 def preflight_evaluation(config: Config, world_size: int, *, origin: Origin | None = None) -> SamplingSpec:
-    """The same for `evaluate`, which needs no teacher.
+    """Does what `preflight` does, for `evaluate`, which needs no teacher.
 
     Raises:
         ValueError: as `preflight`.

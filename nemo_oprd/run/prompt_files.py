@@ -1,4 +1,4 @@
-"""The prompt files of a configuration, prepared as `data` says, and OUTPUT/data.json. Nothing here imports torch."""
+"""Prepares the prompt files of a configuration by the keys of `data`, and writes OUTPUT/data.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 def prepare_prompts(config: Config, report: DataReport) -> PreparedPrompts:
-    """Reads the training prompts and does what needs no tokenizer; `report` says what.
+    """Reads the training prompts and makes the preparation that needs no tokenizer; `report` records it.
 
     Raises:
         ValueError: as `prepare` and `decontaminate`, or a validation set cannot be read.
@@ -28,7 +28,7 @@ def prepare_prompts(config: Config, report: DataReport) -> PreparedPrompts:
 
 
 def held_out_problems(config: Config) -> list[Prompt]:
-    """The problems that `data.held_out` sets aside; reads no file if there are none.
+    """Returns the problems that `data.held_out` sets aside; reads no file if there are none.
 
     Raises:
         ValueError: there are no training prompts, or as `prepare`.
@@ -44,7 +44,7 @@ def held_out_problems(config: Config) -> list[Prompt]:
 
 
 def training_prompts(config: Config) -> list[Prompt]:
-    """All training prompts as they stand in the files, with the suffix; the held-out ones, too.
+    """Returns all training prompts of the files, with the suffix; the held-out ones, too.
 
     Raises:
         ValueError: a file cannot be read.
@@ -54,7 +54,7 @@ def training_prompts(config: Config) -> list[Prompt]:
 
 
 def validation_problems(config: Config) -> dict[str, list[Prompt]]:
-    """The problems of all validation sets, with the suffix.
+    """Returns the problems of all validation sets, with the suffix.
 
     Raises:
         ValueError: as `held_out_problems`, or a file cannot be read.
@@ -66,7 +66,7 @@ def validation_problems(config: Config) -> dict[str, list[Prompt]]:
 
 
 def say_shares(config: Config, sizes: Sequence[int], report: DataReport) -> None:
-    """Says which share of every step comes from which file, with `sizes` prompts; nothing without weights."""
+    """Reports the share of every step that comes from each file, with `sizes` prompts; nothing without weights."""
     weights = config.data.train
     if not isinstance(weights, dict):
         return
@@ -98,7 +98,7 @@ def _settings(config: Config) -> Preparation:
 
 
 def _sets_to_compare(config: Config, prepared: PreparedPrompts, report: DataReport) -> dict[str, list[Prompt]]:
-    """The validation sets that exist, with the suffix. A set that the run does not evaluate need not exist."""
+    """Returns the validation sets that exist, with the suffix. A set that the run does not evaluate need not exist."""
     sets: dict[str, list[Prompt]] = {}
     for name, path in config.data.validation.items():
         if not config.evaluation.every and not Path(path).is_file():

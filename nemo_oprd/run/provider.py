@@ -1,6 +1,6 @@
-"""Who builds a model: this project, or Megatron-Bridge (`provider=` of a model in the configuration). No torch.
+"""Chooses the builder of a model: this project or Megatron-Bridge (`provider=` in the configuration). No torch.
 
-A config.json is read with the model's family. `find_family` returns that of a model which only Megatron-Bridge has.
+A reader of config.json needs the model's family. `find_family` returns it for a model that only Megatron-Bridge has.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ OWN, BRIDGE = "own", "bridge"
 
 
 def find_family(provider: str, *, hf_path: str | None, checkpoint: str | None = None) -> Family | None:
-    """The family of a model that Megatron-Bridge is to build; None for `own`, and if this project has the family.
+    """Returns the family of a model for Megatron-Bridge; None for `own`, and if this project has the family.
 
-    `hf_path` and `checkpoint` say where the model is, as in the configuration; at least one of the two.
+    `hf_path` and `checkpoint` are the model's paths as in the configuration; at least one is set.
 
     Raises:
-        ValueError: Megatron-Bridge is not installed, does not have the family, or has what is not supported here.
+        ValueError: Megatron-Bridge is not installed, lacks the family, or has a feature that is not supported here.
     """
     if provider == OWN:
         return None
@@ -32,7 +32,7 @@ def find_family(provider: str, *, hf_path: str | None, checkpoint: str | None = 
         )
     directory = _config_directory(hf_path, checkpoint)
     if directory is None:
-        return None  # reading the model says what is missing
+        return None  # the reader of the model reports the missing file
     from nemo_oprd.megatron.megatron_bridge.family import bridge_family
 
     return bridge_family(directory)
@@ -48,7 +48,7 @@ def check_provider(provider: str, spec: ModelSpec, directory: Path) -> None:
 
 
 def _config_directory(hf_path: str | None, checkpoint: str | None) -> Path | None:
-    """Where config.json is, as `checkpoint_directory.hf_directory` finds it, which reads the model's family."""
+    """Returns config.json's directory, as `models/checkpoint_directory.py` finds it, without the model's family."""
     found = Path(hf_path) if hf_path else None
     if checkpoint is not None and found is None:
         path = checkpoint_directory(Path(checkpoint))

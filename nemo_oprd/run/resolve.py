@@ -1,7 +1,7 @@
-"""From a configuration and a number of ranks to what a run is: its models, layer pairs, teachers' shares and layouts.
+"""Derives a run from a configuration and a number of ranks: models, layer pairs, teachers' shares and layouts.
 
-`resolve` makes the checks of `checks.py` and returns what they have looked up, so that nothing reads config.json or
-divides ranks a second time. It imports no torch and reads no weights: a mistake is reported within a second.
+`resolve` makes the checks of `checks.py` and returns what they read, so that no other code reads config.json or divides
+ranks a second time. It imports no torch and reads no weights: it reports a mistake within a second.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ResolvedModel:
 
     Attributes:
         key: its group in the configuration: student, teacher, teachers[0], ...
-        directory: where config.json and the tokenizer are: the HF directory, or the copy inside a Megatron checkpoint,
-            or what `hf_directory` finds for a checkpoint of Megatron-Bridge.
+        directory: holds config.json and the tokenizer: the HF directory, or the copy inside a Megatron checkpoint, or
+            the directory that `hf_directory` finds for a checkpoint of Megatron-Bridge.
         spec: the architecture.
-        served: whether vLLM servers compute the model, so that `spec` says no more than `read_served_spec` reads.
+        served: whether vLLM servers compute the model, so that `spec` has only the fields of `read_served_spec`.
     """
 
     key: str
@@ -47,7 +47,7 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class ResolvedTeacher:
-    """A teacher: its model (the student's, if it starts from the student's weights), and what it is compared with.
+    """A teacher: its model (the student's, if it starts from the student's weights), and its layer pairs.
 
     Attributes:
         pairs: supervised student layer -> teacher layer, both 1-based, without what a bridge changes of it.
@@ -59,7 +59,7 @@ class ResolvedTeacher:
 
     @property
     def spec(self) -> ModelSpec:
-        """The teacher's architecture."""
+        """Returns the teacher's architecture."""
         return self.model.spec
 
 
@@ -69,7 +69,7 @@ class RunModels:
 
     Attributes:
         layer_weights: supervised student layer (1-based) -> its weight, ascending.
-        routing: which teacher has which responses.
+        routing: assigns each response to a teacher.
         vocab_limit: the number of ids for which the student and the teachers that read them have rows.
     """
 
@@ -81,7 +81,7 @@ class RunModels:
 
     @property
     def teacher_specs(self) -> list[ModelSpec]:
-        """The teachers' architectures."""
+        """Returns the teachers' architectures."""
         return [teacher.spec for teacher in self.teachers]
 
 
@@ -96,7 +96,7 @@ class RunSpec:
 
     @property
     def reader_layout(self) -> Layout:
-        """That of teachers which servers compute."""
+        """Returns the layout of teachers on servers."""
         return checks.reader_layout(self.student_layout)
 
 
@@ -114,7 +114,7 @@ class SamplingSpec:
 
 
 def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
-    """What a run of `config` on `world_size` ranks is.
+    """Returns the run of `config` on `world_size` ranks, after its checks.
 
     Args:
         fitting: for fit-bridge, whose models may differ in shape.
@@ -128,7 +128,7 @@ def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpe
 
 
 def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
-    """The models of `config`; see `resolve`."""
+    """Returns the models of `config`; see `resolve`."""
     student, loss = resolve_model(config.student, "student"), config.loss.representation
     keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
     teachers = []
@@ -155,7 +155,7 @@ def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
 
 
 def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
-    """What sampling from the student of `config` on `world_size` ranks needs.
+    """Returns the student, engine and ranks for sampling with `config` on `world_size` ranks.
 
     Raises:
         ValueError: a model or the engine's sizes do not fit the configuration or the ranks.
@@ -168,12 +168,12 @@ def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
 
 
 def servers_ids(config: Config, student: ResolvedModel) -> TokenIds:
-    """`RunFiles.sampled_ids` for servers that outlive a run; teachers without a path are left out.
+    """Returns `RunFiles.sampled_ids` for servers that outlive a run; leaves out teachers without a path.
 
     Raises:
         ValueError: a teacher's config.json can't be read, its family is not supported, or there is no tokenizer.
     """
-    from nemo_oprd.data.tokenizer import Tokenizer  # numpy, which other commands need not wait for
+    from nemo_oprd.data.tokenizer import Tokenizer  # numpy, which other commands need not import
 
     sources = [source for source in config.teacher_sources if source.hf_path or source.checkpoint]
     if config.teacher.reads != "ids":
@@ -188,11 +188,11 @@ def servers_ids(config: Config, student: ResolvedModel) -> TokenIds:
 
 
 def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None = None) -> ResolvedModel:
-    """A model by its config.json.
+    """Reads a model's config.json.
 
     Args:
-        beside: another model of the run. If Megatron-Bridge builds it, and not this one of the same family, the message
-            says so.
+        beside: another model of the run. The message mentions it if Megatron-Bridge builds it, and not this model of
+            the same family.
 
     Raises:
         ValueError: there is no such model, or its family is not supported.
@@ -206,18 +206,18 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
 
 
 def resolve_served(config: Config, number: int) -> ResolvedModel:
-    """Teacher `number` of `config`, for servers; ValueError if its config.json does not say its sizes."""
+    """Returns teacher `number` of `config`, for servers; raises ValueError if its config.json lacks its sizes."""
     return _served_model(config.teacher_sources[number], f"teachers[{number}]" if config.teachers else "teacher")
 
 
 def _served_model(source: ModelSource, key: str) -> ResolvedModel:
-    """A teacher that vLLM servers compute, by its config.json; ValueError if that does not say its sizes."""
+    """Reads a teacher on vLLM servers from its config.json; raises ValueError if that lacks its sizes."""
     directory = Path(str(source.hf_path))
     return ResolvedModel(key, source, directory, read_served_spec(directory), served=True)
 
 
 def model_directory(source: ModelSource) -> Path:
-    """`ResolvedModel.directory` of a model.
+    """Returns `ResolvedModel.directory` of a model.
 
     Raises:
         ValueError: `checkpoint` is not a torch_dist checkpoint of a model whose config.json is known.

@@ -1,8 +1,8 @@
-"""What a run that is started again in its directory may change: checked before models are built.
+"""Checks which settings a run that is started again in its directory has changed, before models are built.
 
 The settings of a start are compared with those under which the last kept step ran (`run/config_history.py`).
-Keys that change what is learned need leave (the schema has each key's rule). A model in another place is the
-same model if its fingerprint is: every start records the fingerprints of its models in environment.json.
+Keys that change the training result need permission (the schema has each key's rule). A model in another directory is
+the same if its fingerprint is: every start records the fingerprints of its models in environment.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from nemo_oprd.run.config_history import config_at, current_config, read_config,
 
 @dataclass(frozen=True)
 class Resume:
-    """How a start relates to what its directory holds.
+    """The relation of a start to the content of its directory.
 
     Attributes:
-        step: updates of the checkpoint to go on from; None for a run that begins.
-        changed: keys with other values than under the last kept step; none for a run that begins.
-        refused: those of them that change what is learned and have no leave.
+        step: updates of the checkpoint to resume from; None for a new run.
+        changed: keys with other values than under the last kept step; none for a new run.
+        refused: those of them that change the training result and are not permitted.
     """
 
     step: int | None
@@ -38,12 +38,12 @@ class Resume:
 
 
 def check_resume(config: Config, damaged: Mapping[int, str] | None = None) -> list[Change]:
-    """The keys with which a start goes on although they are not those of the last kept step.
+    """Returns the permitted changes of a start relative to the last kept step.
 
     `damaged` is as for `find_checkpoint`.
 
     Raises:
-        ValueError: as `compare_settings`; or keys that change what is learned differ without leave (all are named).
+        ValueError: as `compare_settings`; or keys that change the training result differ without permission.
     """
     found = compare_settings(config, damaged)
     if found.refused:
@@ -52,10 +52,10 @@ def check_resume(config: Config, damaged: Mapping[int, str] | None = None) -> li
 
 
 def compare_settings(config: Config, damaged: Mapping[int, str] | None = None) -> Resume:
-    """What a start with `config` would change in its directory; writes nothing. `damaged` is as for `find_checkpoint`.
+    """Returns the changes of a start with `config` in its directory; writes nothing. `damaged`: see `find_checkpoint`.
 
-    Whether models are the same is found out on the first rank alone, because it takes reading some MB of every file of
-    weights. On other ranks a model in another place counts as the same.
+    Only the first rank compares fingerprints of models, because it has to read some MB of every file of weights. On
+    other ranks a model in another directory counts as the same.
 
     Raises:
         ValueError: the checkpoint is damaged, or has more steps than `train.steps`; or a file of settings is malformed.
@@ -77,7 +77,7 @@ def compare_settings(config: Config, damaged: Mapping[int, str] | None = None) -
         changed = _with_models(before, step or 1, changed, old, new)
     else:
         changed = [replace(c, rule="free") if c.key.endswith((".hf_path", ".checkpoint")) else c for c in changed]
-    if step is None:  # what a checkpoint forbids is a matter of leave where there is none
+    if step is None:  # without a checkpoint, keys that one would fix need only permission
         changed = [replace(c, rule="learned") if c.rule == "fixed" else c for c in changed]
     allow = config.train.allow_changes
     refused = [c for c in changed if c.rule == "fixed" or (c.rule == "learned" and not allowed(c, allow))]
@@ -85,7 +85,7 @@ def compare_settings(config: Config, damaged: Mapping[int, str] | None = None) -
 
 
 def models_of(config: Config) -> dict[str, str]:
-    """Key of a model's directory -> its fingerprint, of the models that there are."""
+    """Returns key of a model's directory -> its fingerprint, for the models that exist."""
     found = {key: fingerprint(Path(path)) for key, path in _model_paths(as_plain(config)).items()}
     return {key: value for key, value in found.items() if value is not None}
 
@@ -95,7 +95,7 @@ def _starts_with(file: Path) -> list[dict[str, Any]]:
 
 
 def _overwritten(directory: Path) -> Path | None:
-    """The settings of a run without checkpoints whose metrics a start would overwrite; None if it made no update."""
+    """Returns the settings of a run without checkpoints whose metrics a start would overwrite; None if it made none."""
     metrics, file = directory / "metrics.jsonl", current_config(directory)
     if not (metrics.is_file() and file.is_file()):
         return None
@@ -110,7 +110,7 @@ def _overwritten(directory: Path) -> Path | None:
 
 
 def _refusal(config: Config, step: int | None, refused: list[Change]) -> str:
-    """One line that names all refused keys with both values."""
+    """Formats one line that names all refused keys with both values."""
     done = f"step {step} of output={config.output} was made" if step else f"output={config.output} was trained"
     text = f"{done} with other settings, {', '.join(map(str, refused))}; expected the same: "
     never = [change.key for change in refused if change.rule == "fixed"]
@@ -123,7 +123,7 @@ def _refusal(config: Config, step: int | None, refused: list[Change]) -> str:
 
 
 def _model_paths(config: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> directory of every model of a configuration."""
+    """Returns key -> directory of every model of a configuration."""
     groups = {"student": config.get("student"), "teacher": config.get("teacher")}
     groups |= {f"teachers.{number}": teacher for number, teacher in enumerate(config.get("teachers") or [])}
     return {
@@ -135,19 +135,19 @@ def _model_paths(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _known_fingerprint(path: str) -> str | None:
-    """The fingerprint of a model of an earlier start; None if it is not there any more, as a whole."""
+    """Returns the fingerprint of a model of an earlier start; None if the model is missing or incomplete."""
     try:
         return fingerprint(Path(path))
-    except ValueError:  # what was a directory of checkpoints names none any more
+    except ValueError:  # the directory of checkpoints no longer has a newest one
         return None
 
 
 def _with_models(
     file: Path, step: int, changed: list[Change], old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> list[Change]:
-    """`changed` with what the models' contents say: the same model may move, another student is never accepted.
+    """Corrects `changed` by the models' contents: the same model may move, another student is never accepted.
 
-    `file` holds `old`. A start that went on behind `step`, the last kept one, has made no step that is kept.
+    `file` holds `old`. A start that continued after `step`, the last kept one, has made no kept step.
     """
     kept = [each for each in _starts_with(file) if "models" in each and each.get("after_step", 0) < step]
     recorded: dict[str, Any] = kept[-1]["models"] if kept else {}
@@ -158,7 +158,7 @@ def _with_models(
             continue
         known = recorded.get(key) or (_known_fingerprint(before[key]) if key in by_key else None)
         if known is None:
-            continue  # an earlier version's run: the same path counts as the same model, another one as another
+            continue  # an earlier version's run: the same path counts as the same model, another path as another model
         if known == fingerprint(Path(path)):
             if key in by_key:
                 by_key[key] = replace(by_key[key], rule="free")

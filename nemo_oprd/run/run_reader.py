@@ -1,7 +1,7 @@
-"""Reads the configuration of a training run and its metrics by name and step.
+"""Reads a training run's configuration and its metrics by name and step; finds its files of values per token.
 
-Left out: checkpoints (`run/checkpoint_directory.py`) and rollouts (`rollout/replay.py`), which have readers of their
-own, and the writer of metrics.jsonl (`run/metrics_log.py`).
+Not here: the readers of checkpoints (`run/checkpoint_directory.py`) and rollouts (`rollout/replay.py`), and the writer
+of metrics.jsonl (`run/metrics_log.py`).
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 from nemo_oprd.run.config_history import current_config, read_config, spans
 from nemo_oprd.runtime.files import parse_json
 
-# Where the values per token of a run's responses are: `rollouts/token_metrics_*.jsonl`, one file per step.
+# The files with the values per token of a run's responses: `rollouts/token_metrics_*.jsonl`, one file per step.
 #
-# `step_recorder.py` writes their lines. This module imports no torch, for the report.
+# `step_recorder.py` writes their lines. This module imports no torch, because the report uses it.
 
 
 _NAME = re.compile(r"token_metrics_(\d{7,})\.jsonl")
 
 
 def token_file(directory: Path, done: int) -> Path:
-    """The file of step `done`, from 1, in the directory `rollouts`."""
+    """Returns the file of step `done`, from 1, in the directory `rollouts`."""
     return directory / f"token_metrics_{done:07d}.jsonl"
 
 
 def token_files(directory: Path) -> dict[int, Path]:
-    """Step -> its file, steps ascending."""
+    """Returns step -> its file, steps ascending."""
     files = {int(match[1]): file for file in directory.glob("*") if (match := _NAME.fullmatch(file.name))}
     return dict(sorted(files.items()))
 
 
 def remove_token_files(directory: Path, last: int) -> None:
-    """Removes the files of the steps after `last`: a run that starts over, or repeats steps, writes them anew."""
+    """Removes the files of the steps after `last`; a run that starts over, or repeats steps, writes them again."""
     for step, file in token_files(directory).items():
         if step > last:
             file.unlink()
@@ -63,15 +63,15 @@ class Run:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """First and last step with a metric."""
+        """Returns the first and the last step with a metric."""
         steps = [step for series in self.metrics.values() for step in series]
         return min(steps), max(steps)
 
     @property
     def unfinished(self) -> bool:
-        """Whether steps of `train.steps` are missing, or the evaluation after the last step.
+        """Returns whether steps of `train.steps` are missing, or the evaluation after the last step.
 
-        It does not say whether a process is at work: an interrupted run is unfinished, too.
+        An interrupted run is unfinished, too, although no process works on it.
         """
         total = self.setting("train.steps")
         if not isinstance(total, int) or self.steps[1] < total:
@@ -82,7 +82,7 @@ class Run:
         return not any(total in series for name, series in self.metrics.items() if name.startswith("val/"))
 
     def setting(self, key: str) -> Any:
-        """The value at a dotted key of the configuration, None if the key doesn't exist. Example: "student.hf_path"."""
+        """Returns the value at a dotted key of the configuration, None if it is missing. Example: "student.hf_path"."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -135,7 +135,7 @@ def read_run(path: Path, name: str) -> Run:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The shortest path endings of equal length that tell the directories apart. Example: r/a/x, r/b/x -> a/x, b/x."""
+    """Returns the shortest unambiguous path endings of equal length. Example: r/a/x, r/b/x -> a/x, b/x."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -145,7 +145,7 @@ def short_names(paths: list[Path]) -> list[str]:
 
 
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """The step, the time and the finite metrics of one line."""
+    """Returns the step, the time and the finite metrics of one line."""
     row = parse_json(line, where, "an object with step and time", "remove the line, or restore the file")
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "time" not in row:
         raise ValueError(f"{where}: expected an object with an integer `step` and a `time`; remove or correct the line")

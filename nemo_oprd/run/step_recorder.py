@@ -1,4 +1,4 @@
-"""Records each training step: its metrics, its progress line, and rollouts in files, which are written aside."""
+"""Records each training step: metrics, progress line, loss spikes, values per token, and rollouts in the background."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from nemo_oprd.run.run_reader import remove_token_files, token_file
 from nemo_oprd.runtime.background import Aside
 from nemo_oprd.runtime.files import replacing
 
-# Finds steps whose loss is far above its usual size, and steps with a non-finite loss or gradient.
+# Loss spikes: steps whose loss is far above its usual size, or with a non-finite loss or gradient.
 
 
 # A term is compared with the median size of its last WINDOW values, once there are MIN_VALUES of them.
@@ -60,7 +60,7 @@ class LossSpikeDetector:
         self._recent = {name: list(history.get(name, ()))[-WINDOW:] for name in TERMS}
 
     def check(self, measured: StepMetrics) -> str | None:
-        """Describes the spike or the non-finite loss of a step; None if there is neither. Call once per step."""
+        """Returns a text about the spike or non-finite loss of a step; None if it has neither. Call once per step."""
         spikes = []
         for name, loss in measured.trained_losses.items():
             recent = self._recent[name]
@@ -75,10 +75,10 @@ class LossSpikeDetector:
         return "; ".join(spikes) or f"the loss is {measured.loss:.4g}"
 
 
-# The lines of `rollouts/token_metrics_*.jsonl`: the values per token of some responses of a step.
+# Values per token: the lines of `rollouts/token_metrics_*.jsonl`, for some responses of a step.
 #
-# One line per response (docs/runs.md, "Values per token"). Token ids are those that were sampled; the text of a token
-# is what it adds to the text of the response.
+# One line per response (docs/report.md, "Values per token"). Token ids are the sampled ones; the text of a token is
+# the text that it adds to the response.
 
 
 _DIGITS = 6  # significant ones: float32 has seven
@@ -87,7 +87,7 @@ _DIGITS = 6  # significant ones: float32 has seven
 def token_records(
     done: int, rollouts: Sequence[Rollout], tokens: TokenMetrics, tokenizer: Tokenizer | None
 ) -> Iterator[dict[str, Any]]:
-    """The lines of the file of step `done`.
+    """Yields the lines of the file of step `done`.
 
     Args:
         tokenizer: of the student; None (recorded rollouts): no texts.
@@ -113,15 +113,15 @@ def token_records(
 
 
 def prompt_id(prompt_ids: Sequence[int]) -> str:
-    """12 hexadecimal digits that are equal for equal prompts of one tokenizer, in any step and run."""
+    """Returns 12 hexadecimal digits that are equal for equal prompts of one tokenizer, in any step and run."""
     return hashlib.sha256(",".join(map(str, prompt_ids)).encode()).hexdigest()[:12]
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; a special token has its name.
+    """Returns the text that each token adds; a special token has its name.
 
-    A character of several tokens is the text of the last of them. Where the bytes of the tokens can't be derived
-    (`token_bytes.py`), each token is decoded by itself, which loses spaces and parts of characters.
+    A character of several tokens is the text of the last of them. If the bytes of the tokens can't be derived
+    (`data/token_bytes.py`), each token is decoded by itself, which loses spaces and parts of characters.
     """
     try:
         table = byte_table(tokenizer)
@@ -142,13 +142,13 @@ def _name(tokenizer: Tokenizer, i: int) -> str:
 
 
 def _rounded(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity: both become null."""
+    """Rounds a value to `_DIGITS` digits; returns None for NaN and infinities, which JSON lacks."""
     if value is None or value != value or value in (float("inf"), float("-inf")):
         return None
     return float(f"{value:.{_DIGITS}g}")
 
 
-# Writes rollouts as JSON lines, aside: a thread sends arrays to a process, which makes the text and writes it.
+# Background writer of rollouts as JSON lines: a thread sends arrays to a process, which formats and writes them.
 
 
 _WRITER = Path(__file__).with_name("rollout_lines.py")
@@ -158,7 +158,7 @@ _CODES = {"int32": "i", "float32": "f", "int16": "h", "bool": "B"}
 
 @dataclass(frozen=True)
 class RolloutFile:
-    """A file to write: `columns` are further fields, a value per rollout."""
+    """A file to write: `columns` are additional fields, a value per rollout."""
 
     path: Path
     rollouts: Sequence[Rollout]
@@ -166,10 +166,10 @@ class RolloutFile:
 
 
 class RolloutFiles:
-    """Writes files as `rollout.replay.write_rollouts` does, byte for byte, while the run goes on.
+    """Writes files as `rollout.replay.write_rollouts` does, byte for byte, while the run continues.
 
     Args:
-        decode: makes the field `response`; None: it stays as it is.
+        decode: makes the field `response`; None: the field is unchanged.
     """
 
     def __init__(self, decode: Callable[[np.ndarray], str] | None) -> None:
@@ -177,13 +177,13 @@ class RolloutFiles:
         self._aside = Aside("files of rollouts")
 
     def write(self, files: list[RolloutFile]) -> None:
-        """Starts writing, after the files of the previous call are complete. Raises OSError if one of those is not."""
+        """Waits for the files of the previous call, then starts writing. Raises OSError if one of those failed."""
         self._aside.finish()
         if files:
             self._aside.start(lambda: self._write(files))
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits until all files are complete; `failed`: another error is on its way, see `Aside.abandon`."""
+        """Waits until all files are complete; `failed`: another error is being raised, see `Aside.abandon`."""
         (self._aside.abandon if failed else self._aside.finish)()
 
     def _write(self, files: list[RolloutFile]) -> None:
@@ -236,7 +236,7 @@ class StepRecorder:
     """Writes the record of each step. Every rank builds one; the first rank writes.
 
     Args:
-        tokenizer: decodes the responses of the rollouts that are written; None: only token ids are written.
+        tokenizer: decodes the responses of the written rollouts; None: only token ids are written.
     """
 
     def __init__(self, config: Config, routing: Routing, log: MetricsLog, tokenizer: Tokenizer | None) -> None:
@@ -249,7 +249,7 @@ class StepRecorder:
             for name, weight in weights.items()
         }
         self._spikes = LossSpikeDetector(config.logging.spike_factor, past)
-        if log.writes:  # those of steps that this run has not reached (again)
+        if log.writes:  # files of steps that this run has not reached (again)
             remove_token_files(self._directory, log.first_step)
 
     def record(
@@ -265,7 +265,7 @@ class StepRecorder:
         Args:
             updates: (metrics, update) of each update on the rollouts, in order; both None on ranks outside the student.
             seconds: phase of the step -> its duration.
-            additional: further metrics of the step, by name.
+            additional: additional metrics of the step, by name.
         """
         metrics, update = merge_updates(updates)
         tokens, lengths = sum(r.length for r in rollouts), [len(r.response_ids) for r in rollouts]
@@ -302,7 +302,7 @@ class StepRecorder:
         self._files.write(files)
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits for the files that are being written; `failed`: another error is on its way, see `Aside.abandon`."""
+        """Waits for the background writer; `failed`: another error is being raised, see `Aside.abandon`."""
         self._files.finish(failed=failed)
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], metrics: StepMetrics) -> dict[str, float]:
@@ -318,7 +318,7 @@ class StepRecorder:
         return named
 
     def _spike_file(self, done: int, rollouts: list[Rollout], metrics: StepMetrics) -> list[RolloutFile]:
-        """The rollouts of a step with a loss spike, those with the largest contribution first; none without a spike."""
+        """Returns the rollouts of a step with a loss spike, largest contribution first; none without a spike."""
         spike = self._spikes.check(metrics)
         if spike is None:
             return []
@@ -330,7 +330,7 @@ class StepRecorder:
 
 
 def merge_updates(updates: list[tuple[StepMetrics | None, Update | None]]) -> tuple[StepMetrics | None, Update | None]:
-    """The (metrics, update) to log for the updates of one step; both None on ranks outside the student.
+    """Returns the (metrics, update) to log for the updates of one step; both None on ranks outside the student.
 
     They are those of the first update with two exceptions: the probability ratio to the weights that sampled comes from
     the last update, and the reason for a skip from the first skipped update.
@@ -346,7 +346,7 @@ def merge_updates(updates: list[tuple[StepMetrics | None, Update | None]]) -> tu
 
 
 def _peak_memory_gb() -> float:
-    """Peak of allocated CUDA memory since the last call; without CUDA, peak resident memory of this process."""
+    """Returns the peak of allocated CUDA memory since the last call; without CUDA, of the process's resident memory."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -1,10 +1,10 @@
-"""When the parts of a run began and ended: timeline.jsonl, one line per interval, by the clock of the first rank.
+"""Measures the phases of a run, and writes and reads timeline.jsonl: a line per interval, by the first rank's clock.
 
     {"step": 3, "phase": "gradient", "began": 1764000000.1234, "ended": 1764000001.2345}
 
 The phases of a step are those of `timing/PHASE_s`, with two parts for the update: `gradient` and `optimizer`. Between
-the steps there are `evaluation` and `save`. The line of a `sampling` has more (`Interval`). It lasts until the last
-response, while `generate` is the time for which the ranks wait for it. Step 0 is what comes before the first step.
+the steps there are `evaluation` and `save`. A line of `sampling` has more fields (`Interval`). It lasts until the last
+response, while `generate` is the time for which the ranks wait for it. Step 0 is the time before the first step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_oprd.run.metrics_log import drop_lines_after
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import parse_json
 
-# Seconds per phase of a step.
+# Timer of the phases of a step.
 
 
 class PhaseTimer:
@@ -39,7 +39,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str, part: str | None = None) -> Iterator[None]:
-        """Adds the seconds of the body to `phase`; they are noted as those of `part`, if it is a part of the phase."""
+        """Adds the seconds of the body to `phase`; passes the interval to `note` as `part`, if that is given."""
         began, start = time.time(), time.perf_counter()
         yield
         if torch.cuda.is_available():
@@ -49,7 +49,7 @@ class PhaseTimer:
         self._note(part or phase, began, began + seconds)
 
     def take(self) -> dict[str, float]:
-        """Phase -> seconds since the last call of `take`."""
+        """Returns phase -> seconds since the last call of `take`."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 
@@ -59,7 +59,7 @@ WAITING = "generate"
 SAMPLING = "sampling"
 # a teacher's servers compute for a batch that is not complete: from the first request to the last answer
 AHEAD = "teacher_ahead"
-# what takes less is not written, such as an evaluation that is not due
+# shorter intervals are not written, such as an evaluation that is not due
 _SHORTEST_S = 1e-3
 _DIGITS = 4  # of seconds
 
@@ -72,11 +72,11 @@ class Interval:
 
     Attributes:
         step: the step in which the phase ended, from 1; 0 before the first one.
-        batch: of a sampling, the step whose responses these are, or with `rollout.mode=segments` the first step whose
-            responses go on; 0 for other phases.
-        submitted: of a sampling, when the engine was asked.
-        collected: of a sampling, when all ranks had the responses.
-        servers: of a sampling, per server when it began and when its last response came.
+        batch: of a sampling, the step that uses the responses, or with `rollout.mode=segments` the first step whose
+            responses continue; 0 for other phases.
+        submitted: of a sampling, the time of the request to the engine.
+        collected: of a sampling, the time at which all ranks had the responses.
+        servers: of a sampling, per server the times of its start and of its last response.
     """
 
     step: int
@@ -94,7 +94,7 @@ class Timeline:
 
     Args:
         directory: of the run.
-        first_step: the step from which the run goes on; lines of later steps, which it repeats, are removed.
+        first_step: the step from which the run resumes; lines of later steps, which it repeats, are removed.
     """
 
     def __init__(self, directory: Path, first_step: int, *, writes: bool) -> None:
@@ -103,14 +103,14 @@ class Timeline:
             drop_lines_after(self._path, first_step)
 
     def begin(self, step: int) -> None:
-        """Says that the phases of step `step`, from 1, follow."""
+        """Starts step `step`, from 1: later intervals belong to it."""
         self._step = step
 
     def note(self, phase: str, began: float, ended: float, **more: Any) -> None:
         """Writes one interval.
 
         Args:
-            more: further fields of `Interval`.
+            more: additional fields of `Interval`.
         """
         if not self._writes or ended - began < _SHORTEST_S:
             return
@@ -120,7 +120,7 @@ class Timeline:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Notes how long the body takes: `with timeline("evaluation"): ...`."""
+        """Writes the interval of the body: `with timeline("evaluation"): ...`."""
         began, start = time.time(), time.perf_counter()
         yield
         self.note(phase, began, began + time.perf_counter() - start)
@@ -135,7 +135,7 @@ def _rounded(value: Any) -> Any:
 
 
 def read_timeline(directory: Path) -> list[Interval]:
-    """The intervals of a run in the order of the file, without a line that was cut off; none without the file.
+    """Reads the intervals of a run in the order of the file, without an incomplete last line; none without the file.
 
     Raises:
         ValueError: a line is malformed.
@@ -162,14 +162,14 @@ def read_timeline(directory: Path) -> list[Interval]:
 
 
 def hidden_share(intervals: Sequence[Interval]) -> float | None:
-    """The share of the time of sampling in which the ranks did something else than wait; None without sampling."""
+    """Returns the share of the sampling time in which the ranks did not wait; None without sampling."""
     sampling = union((each.began, each.ended) for each in intervals if each.phase == SAMPLING)
     others = union((each.began, each.ended) for each in intervals if each.phase not in (SAMPLING, WAITING))
     return length(common(sampling, others)) / length(sampling) if length(sampling) else None
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """The same points of time as disjoint spans, ascending."""
+    """Merges spans into disjoint ones that cover the same times, ascending."""
     joined: Spans = []
     for began, ended in sorted(spans):
         if joined and began <= joined[-1][1]:
@@ -180,11 +180,11 @@ def union(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def common(some: Spans, others: Spans) -> Spans:
-    """The points of time that two lists of disjoint ascending spans share."""
+    """Returns the spans of time that two lists of disjoint ascending spans share."""
     both = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
     return [(began, ended) for began, ended in both if began < ended]
 
 
 def length(spans: Spans) -> float:
-    """Seconds of disjoint spans."""
+    """Returns the total seconds of disjoint spans."""
     return sum(ended - began for began, ended in spans)

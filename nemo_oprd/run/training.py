@@ -90,10 +90,10 @@ class TrainingRun:
     evaluator: Evaluator | None
 
     def check_sampled(self, step: int) -> dict[str, float]:
-        """Compares what the engine has sampled with the student, whose weights it has; returns the metrics of both.
+        """Compares the engine's samples with the student, whose weights it has; returns the metrics of both.
 
         Raises:
-            ValueError: the engine samples from something else.
+            ValueError: the engine samples from other weights or in another way.
         """
         found: dict[str, float] = {}
         for rollouts in self.sampler.unchecked():
@@ -101,14 +101,14 @@ class TrainingRun:
         return found
 
     def check_teachers(self, step: int) -> None:
-        """Lets teachers on servers show their states again, if that is due. Raises ValueError if these are wrong."""
+        """Checks the states of teachers on servers again, if that is due. Raises ValueError if they are wrong."""
         for teacher in self.distiller.teachers:
             if (span := teacher.asked_ahead(step)) is not None:
                 self.timeline.note(AHEAD, *span)
             teacher.check(step)
 
     def settle(self, step: int, timer: PhaseTimer) -> dict[str, float]:
-        """Brings home and checks what was sampled during the update of a step, before the weights change.
+        """Collects and checks the responses sampled during the update of a step, before the weights change.
 
         That includes an evaluation of these weights.
         """
@@ -121,14 +121,14 @@ class TrainingRun:
         return found
 
     def measure_lag(self, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """How far the student is from those that sampled the rollouts of a step; nothing without `rollout.max_lag`."""
+        """Measures the student against the weights that sampled a step's rollouts; {} without `rollout.max_lag`."""
         if not self.config.rollout.max_lag:
             return {}
         student = self.distiller.student
         return lag_metrics(rollouts, student.optimizer_steps) | self.sampling_check.drift(student, rollouts, step)
 
     def finish(self) -> None:
-        """Saves the trained bridge, exports the student, prints the table of evaluations and what may be done next."""
+        """Saves the trained bridge, exports the student, prints the table of evaluations and the next commands."""
         config, student = self.config, self.distiller.student
         if student.objective.trains_bridge and student.role.is_member:
             report = {"trained_with_student": {"steps": config.train.steps, "from": config.bridge.path}}
@@ -139,7 +139,7 @@ class TrainingRun:
             target = Path(config.output) / "hf"
             export_hf(student.hf_weights(), self.files.student.directory, target, student.spec.torch_dtype)
             if config.data.chat_template is not None and dist.get_rank() == 0:
-                # the student has learned to answer in this template, and servers look for it under this name
+                # the student has learned to answer in this template, and servers read it from a file of this name
                 shutil.copyfile(config.data.chat_template, target / "chat_template.jinja")
                 shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)  # they would take its place
             skipped = max(everyones(self.checkpointer.skipped_in_a_row))  # ranks outside the student know of none
@@ -157,7 +157,7 @@ class TrainingRun:
 
 
 def _what_next(config: Config) -> str:
-    """The lines that a run ends with: the report, the export, models of one's own."""
+    """Returns the last lines of a run: commands for the report, the export, and training other models."""
     lines = [f"next: nemo-oprd report {shlex.quote(config.output)}   # the report, a page for a browser"]
     if config.train.export_hf:
         export = json.dumps(str(Path(config.output) / "hf"))
@@ -168,7 +168,7 @@ def _what_next(config: Config) -> str:
 
 @contextmanager
 def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
-    """Builds a run; in this context the run holds its lock and its signal handlers. Every rank of the world enters it.
+    """Builds a run; within this context it holds its lock and its signal handlers. Every rank of the world enters it.
 
     Mistakes that can be found without models are reported before models are loaded, and mistakes in a checkpoint before
     anything is written.
@@ -190,7 +190,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     _find_checkpoint(config, plan, damaged)
     check_resume(config, damaged)
     wait_for_endpoints(config)
-    # the checkpoint is looked up again under the lock, because another run may have replaced it until here
+    # the checkpoint is looked up again under the lock, because another run may have replaced it meanwhile
     lock = RunLock(Path(config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
     try:
@@ -222,9 +222,9 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
 
 @contextmanager
 def _written_aside(run: TrainingRun) -> Iterator[None]:
-    """At the end, or at a stop, waits for the files that are written aside, and raises what went wrong with them.
+    """At the end, or at a stop, waits for the background writer, and raises its errors.
 
-    Another error is told first: the process waits for these files when it ends (`runtime/background.py`).
+    Another error is reported first: the process waits for these files when it ends (`runtime/background.py`).
     """
     failed = True
     try:
@@ -346,7 +346,7 @@ def _assemble(
 
 
 def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
-    """Logs what is worth knowing of the run before its first step, and stores it in the run directory."""
+    """Logs the facts about the run before its first step, and stores them in the run directory."""
     config = run.config
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
@@ -370,7 +370,7 @@ def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
 
 
 def _resume_cache(config: Config, student: Path) -> ResumeCache:
-    """Keeps what was sampled last, for a run that samples alike."""
+    """Returns the cache of the last samples, for a resumed run with equal sampling settings."""
     sampled_with = {"student": str(student), "precision": config.precision}
     sampled_with |= ENGINES[config.rollout.engine].sampled_with
     sampled_with |= schedule_settings(config)
@@ -380,9 +380,9 @@ def _resume_cache(config: Config, student: Path) -> ResumeCache:
 
 
 def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
-    """What samples evaluations beside training; None if they are sampled alone.
+    """Returns the engine that samples evaluations during training; None if they are sampled separately.
 
-    The in-process engine has no time in which the trainer computes. The checkpoint of a best evaluation is written
+    The in-process engine cannot sample while the trainer computes. The checkpoint of a best evaluation is written
     before the next step.
     """
     waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
@@ -390,12 +390,12 @@ def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
 
 
 def _find_undamaged_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
-    """As `_find_checkpoint`, the same step on every rank, which reads its share of the checkpoint's files for it.
+    """Does what `_find_checkpoint` does, with one result on all ranks; each reads its share of the checkpoint's files.
 
-    Another rank may have looked before the first rank held the lock, or may see an outdated state of the file system.
+    Another rank may have looked before the first rank held the lock, or may see an outdated file system.
 
     Args:
-        damaged: gets what is wrong with newer checkpoints.
+        damaged: receives the damage of newer checkpoints.
     """
     while True:
         latest, notes = _find_checkpoint(config, plan, damaged)
@@ -413,9 +413,9 @@ def _find_undamaged_checkpoint(config: Config, plan: RunPlan, damaged: dict[int,
 
 
 def _find_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
-    """(The step to resume after, or None for a new run; notes on damaged checkpoints that were skipped).
+    """Returns (the step to resume after, or None for a new run; notes on damaged checkpoints that were skipped).
 
-    `damaged` is as for `find_checkpoint`, and gets what is wrong with a checkpoint that can't be read.
+    `damaged` is as for `find_checkpoint`, and receives the error of a checkpoint that can't be read.
     """
     root = _checkpoints(config)
     latest, notes = find_checkpoint(root, damaged)
@@ -433,7 +433,7 @@ def _find_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> 
         return _find_checkpoint(config, plan, damaged)
     try:
         check_resume_signature(root, latest, config, plan.objective, plan.needs)
-    except ValueError as error:  # one setting that no run can go on with; the others should be known, too
+    except ValueError as error:  # no run can resume with this one setting; the message should list the others, too
         refused = ", ".join(map(str, compare_settings(config, damaged).refused))
         raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
     return latest, notes
@@ -444,7 +444,7 @@ def _checkpoints(config: Config) -> Path:
 
 
 def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
-    """Logs which kernels are used, and stores them in the run directory with the versions of all packages."""
+    """Logs the kernels in use, and stores them in the run directory with the versions of all packages."""
     kernels = run.distiller.student.kernels()
     logger.info("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
     if dist.get_rank() == 0:
@@ -456,7 +456,7 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
 
 
 def _model_sizes(models: RunModels) -> dict[str, dict[str, Any]]:
-    """Key of a model in the configuration -> family and size; the parameters of a model on servers are unknown."""
+    """Returns a model's key in the configuration -> family and size; parameters of a model on servers are unknown."""
     found = {}
     for model in (models.student, *(teacher.model for teacher in models.teachers)):
         size = {"model_type": model.spec.model_type, "layers": model.spec.num_layers}
@@ -468,7 +468,7 @@ def _model_sizes(models: RunModels) -> dict[str, dict[str, Any]]:
 
 
 def _record_prompts(run: TrainingRun, report: DataReport) -> None:
-    """Logs what was done to the prompts, and stores it in the run directory."""
+    """Logs the preparation of the prompts, and stores it in the run directory."""
     for line in report.lines:
         logger.info(line)
     if dist.get_rank() == 0:

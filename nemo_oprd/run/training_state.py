@@ -1,9 +1,10 @@
-"""The content of a training checkpoint: torch_dist shards of model and optimizer that load at any TP/PP/DP.
+"""Writes and loads training checkpoints: torch_dist shards of model and optimizer that load at any TP/PP/DP.
 
 Beside the shards lie `state.json` (the step, and the settings that a resumed run must share), `hf/` (config and
 tokenizer of the student's source, so that a checkpoint can be exported by itself) and `run_config.yaml` (with which
 Megatron-Bridge builds the model). Data order, learning rate and the randomness of sampling are pure functions of
-(seed, step), so the step is all the state they have; training itself draws no random numbers.
+(seed, step), so the step is their whole state; training itself draws no random numbers. `add_extra_states` adds entries
+that Transformer Engine's modules need; `in_process_writer` writes and digests shards without helper processes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from nemo_oprd.run.checkpoint_directory import (
 from nemo_oprd.runtime.digests import DigestedFile
 from nemo_oprd.runtime.disk import naming
 
-# Entries that a checkpoint needs for models of Transformer Engine's modules, whatever its own model is made of.
+# Extra states: entries that Transformer Engine's modules need in a checkpoint, also in one of a model without them.
 #
 # Every module of Transformer Engine has an extra state, which is empty without FP8, and Megatron's loader fails where a
 # checkpoint lacks one that the model asks for. Models of local layers have none in their attention and norms, and
@@ -68,7 +69,7 @@ from nemo_oprd.runtime.disk import naming
 # every layer with attention has this one
 _PRESENT = "self_attention.linear_proj._extra_state"
 _ATTENTION = "self_attention.core_attention"
-# how the weight of a norm is stored that is a module of its own, and not part of the matrix behind it
+# name of a norm's weight if the norm is a separate module, and not part of the matrix after it
 _OF_A_NORM = "norm.weight"
 _FINAL_NORM = "decoder.final_layernorm"
 
@@ -77,7 +78,7 @@ def add_extra_states(state: dict[str, Any]) -> None:
     """Adds the missing extra states, all empty, to a model chunk's sharded state dict, in place."""
     for name, present in [entry for entry in state.items() if entry[0].endswith(_PRESENT)]:
         layer, stored = name.removesuffix(_PRESENT), present.key.removesuffix(_PRESENT)
-        # where layers are stored together, the keys of all layers begin alike
+        # if layers are stored together, the keys of all layers have one prefix
         norms = [
             value.key.removeprefix(stored).removesuffix(".weight")
             for key, value in state.items()
@@ -92,10 +93,10 @@ def add_extra_states(state: dict[str, Any]) -> None:
         state.setdefault(name, ShardedObject(name, None, (1,), (0,), weight.replica_id))
 
 
-# Lets Megatron write a checkpoint's shards in the rank's own process, and digests them while they are written.
+# Writer of a checkpoint's shards in the rank's own process, which digests them while it writes.
 #
 # Megatron-core starts a manager process that lives as long as the rank, and up to 0.16 two writer processes per rank
-# and save. These processes outlive a rank that is killed: the manager for ever, the writers until they have written
+# and save. These processes outlive a killed rank: the manager for ever, the writers until they have written
 # into a directory that may by then belong to the restarted run. From 0.17 on the writers are threads. Nothing here
 # saves in the background, so writing one file after the other only loses the overlap of a rank's two files, and an
 # error of the disk arrives as it was raised.
@@ -108,7 +109,7 @@ def add_extra_states(state: dict[str, Any]) -> None:
 def in_process_writer() -> Iterator[dict[str, str]]:
     """Within the context, `dist_checkpointing.save` starts no process.
 
-    Yields what will be the SHA-256 of each file that this rank has written, by its name, at the end of the context.
+    Yields a dict that at the end of the context holds the SHA-256 of each file that this rank has written, by its name.
 
     Raises:
         OSError, RuntimeError: this rank could not write its part; on the other ranks, that another rank could not.
@@ -149,9 +150,9 @@ def in_process_writer() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any, before: Any = None) -> Iterator[None]:
-    """Within the context, `owner.name` is `value`. `owner` itself must have the name: a typing mistake is an error.
+    """Sets `owner.name` to `value` within the context. `owner` itself must have the name: a misspelt name is an error.
 
-    `before`: what the name means in `owner` that doesn't have it, a function of Python's own.
+    `before`: the builtin function that the name means in an `owner` without it.
     """
     before = vars(owner)[name] if before is None else before
     setattr(owner, name, value)
@@ -162,7 +163,7 @@ def _replaced(owner: Any, name: str, value: Any, before: Any = None) -> Iterator
 
 
 def _write(transforms: list[Any], buckets: list[Any], use_msc: bool) -> dict[int, Any] | Exception:
-    """Writes one bucket after the other with Megatron's own code; returns what was written per bucket, or the error."""
+    """Writes one bucket after the other with Megatron's own code; returns its results per bucket, or the error."""
     written: dict[int, Any] = {}
     for number, bucket in enumerate(buckets):
         answers: queue.Queue[Any] = queue.Queue()
@@ -208,12 +209,12 @@ def save_checkpoint(
         source: HF directory whose config and tokenizer files are copied into the checkpoint.
         keep: number of checkpoints to keep, the newest first; 0 keeps all.
         best: written to best.json if this checkpoint is the best one so far (on the first rank).
-        more: further keys of state.json.
-        write_more: writes further files into the checkpoint (on the first rank), and returns the SHA-256 of each by its
-            path in there.
+        more: additional keys of state.json.
+        write_more: writes additional files into the checkpoint (on the first rank), and returns the SHA-256 of each by
+            its path in the checkpoint.
 
     Raises:
-        OSError, RuntimeError: a rank can't write its part; the checkpoint before stays the newest.
+        OSError, RuntimeError: a rank can't write its part; the previous checkpoint stays the newest.
     """
     from megatron.core import dist_checkpointing
 
@@ -248,7 +249,7 @@ def save_checkpoint(
                 write_run_config(partial, student.spec, str(student.dtype).removeprefix("torch."))
                 state: dict[str, Any] = {"step": step, "optimizer_steps": student.optimizer_steps}
                 state |= resume_signature(student.config, student.objective, student.needs)
-                # read by earlier versions only: a file's form is recognised by its keys (optimizer_state.py)
+                # read by earlier versions only: a file's form is recognised by its keys (megatron/optimizer_state.py)
                 state["distributed_optimizer"] = student.config.distributes_optimizer(student.role.layout)
                 state["adaptive_gaps"] = student.adaptive.state()
                 if student.objective.trains_in_parts:
@@ -263,7 +264,7 @@ def save_checkpoint(
 
 
 def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) -> dict[str, Any]:
-    """The settings that a resumed run must share with its checkpoint; all others may change, above all the layout."""
+    """Returns the settings that a resumed run must share with its checkpoint; others may change, e.g. the layout."""
     averages = TEACHER_KINDS[config.teacher.weights].averages
     return {
         "seed": config.seed,
@@ -275,13 +276,13 @@ def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) ->
         "trained_projectors": _trained_projectors(objective),
         # whether some parameters have a step count of their own, see megatron/partial_training.py
         "partially_trained": objective.trains_in_parts,
-        # of the teacher that is the student's moving average
+        # decay of the teacher that is the student's moving average
         "moving_average_layers": needs.teacher_depth(objective, 0) if averages else 0,
     }
 
 
 def _trained_projectors(objective: Objective) -> str | None:
-    """Rank and layer pairs of the bridge that is trained; None if the bridge is frozen, or if there is no bridge."""
+    """Returns rank and layer pairs of the trained bridge; None if the bridge is frozen, or if there is no bridge."""
     match = objective.teachers[0]
     if match.bridge is None or not objective.trains_bridge:
         return None
@@ -337,12 +338,12 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
 
 
 def saved_keys(directory: Path) -> Iterable[str]:
-    """The keys of the tensors in a checkpoint."""
+    """Returns the keys of the tensors in a checkpoint."""
     return open_torch_dist(directory)[1].state_dict_metadata
 
 
 def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
-    """Megatron's sharded state; empty on ranks outside the student's role, which only join the collectives."""
+    """Returns Megatron's sharded state; empty on ranks outside the student's role, which only join the collectives."""
     if not student.role.is_member:
         return {}
     metadata = {
@@ -363,12 +364,12 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _that_all_ranks_share(common: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron expects to be equal on all ranks, or it warns: some ranks and stages have no optimizer."""
+    """Returns the values that Megatron expects to be equal on all ranks: some ranks and stages have no optimizer."""
     return {key: value for key, value in common.items() if key != "optimizer"}
 
 
 def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Shards of the student's moving average, which may have fewer layers than the student: one key per layer."""
+    """Returns shards of the student's moving average, which may have fewer layers than it: one key per layer."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
     parts = {}

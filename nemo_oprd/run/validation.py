@@ -1,4 +1,4 @@
-"""Validation during a run: evaluations when they are due, deferred ones after a resume, and the best checkpoint."""
+"""Validation during a run: makes due evaluations and, after a resume, deferred ones; selects the best checkpoint."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Validation:
         beside: EngineBeside | None = None,
     ) -> None:
         self._beside = beside
-        self._begun: tuple[int, Generations] | None = None  # an evaluation after so many steps, which is under way
+        self._begun: tuple[int, Generations] | None = None  # steps before the evaluation that is in progress
         self._config, self._evaluator, self._engine, self._models = config, evaluator, engine, models
         self._log, self._checkpoints, self._first_step, self._signals = log, checkpoints, first_step, signals
 
@@ -103,12 +103,12 @@ class Validation:
     def after_step(self, done: int) -> EvaluationOutcome:
         """Evaluates the student if an evaluation is due after step `done`; a signal defers it to the next start.
 
-        With `beside` an evaluation only begins here, and `settle` ends it.
+        With `beside` this only starts an evaluation, and `settle` ends it.
         """
         due = done == self._config.train.steps or done % max(1, self._config.evaluation.every) == 0
         if self._evaluator is None or not due:
             return EvaluationOutcome()
-        # an interrupted run that reaches this step again from an earlier checkpoint has other weights
+        # an interrupted run that repeats this step from an earlier checkpoint has other weights
         weights = _new_name()
         named = trained_identity(self._models.student, done, weights)
         generations = self._generations(self._evaluator, step_directory(done), named, afresh=True)
@@ -126,14 +126,14 @@ class Validation:
         return EvaluationOutcome(best=best)
 
     def settle(self) -> None:
-        """Ends an evaluation that was sampled during a gradient; the weights, which it is of, are about to change.
+        """Ends an evaluation that was sampled during a gradient, before its weights change.
 
-        The responses of training that were asked for with it have been collected.
+        The training responses requested with it have been collected.
         """
         if self._begun is None or self._evaluator is None or self._beside is None:
             return
         (done, generations), self._begun = self._begun, None
-        self._beside.drop()  # what was not asked for, because all responses of training were there, is sampled now
+        self._beside.drop()  # `evaluate` now samples the requests that were not made
         try:
             metrics = self._evaluator.evaluate(lambda: self._engine, generations)
         except GenerationCancelled:  # a signal ended the wait for a server; the last checkpoint has it as deferred
@@ -153,7 +153,7 @@ class Validation:
     def _compare_with_teacher(self) -> None:
         """Warns of a teacher that is worse than the student, such as one that was exchanged with it."""
         teacher = self._config.teacher
-        # one of several teachers has some problems only, and one with a prompt of its own knows more than they tell
+        # one of several teachers has only some problems, and one with its own prompt knows more than the problems tell
         own_model = TEACHER_KINDS[teacher.weights].own_model
         comparable = own_model and not self._config.own_prompts and not self._config.teachers
         if comparable and dist.get_rank() == 0:
@@ -162,7 +162,7 @@ class Validation:
                 logger.warning(line)
 
     def _evaluate_teacher(self, evaluator: Evaluator, student: Student) -> dict[str, float]:
-        """The teacher's metrics; the engine has the student's weights again afterwards."""
+        """Returns the teacher's metrics; the engine has the student's weights again afterwards."""
         loaded = False
 
         def engine() -> RolloutEngine:
@@ -187,7 +187,7 @@ class Validation:
         if not is_due:
             return
         logger.info(f"step {done}: the evaluation that was deferred")
-        # a checkpoint of an earlier version does not name its weights: nothing that is kept can be theirs
+        # a checkpoint of an earlier version does not name its weights: no kept response can be theirs
         weights = weights if isinstance(weights, str) else _new_name()
         named = trained_identity(self._models.student, done, weights)
         generations = self._generations(evaluator, step_directory(done), named)
@@ -202,7 +202,7 @@ class Validation:
     def _generations(
         self, evaluator: Evaluator, name: str, model: dict[str, Any], *, afresh: bool = False
     ) -> Generations:
-        """The directory of an evaluation, without results of other settings or weights, or (`afresh`) without any."""
+        """Returns an evaluation's directory, without results of other settings or weights; with `afresh`, empty."""
         generations = evaluator.generations(Path(self._config.output) / EVALUATIONS / name, model)
         if dist.get_rank() == 0:
             generations.begin(afresh=afresh or generations.difference() is not None)
@@ -212,7 +212,7 @@ class Validation:
         return self._signals.asked_to_stop
 
     def _if_best(self, done: int, metrics: dict[str, float]) -> dict[str, Any] | None:
-        """The content of best.json on the first rank if `train.keep_best` exceeds all earlier evaluations."""
+        """Returns best.json's content on the first rank if `train.keep_best` exceeds all earlier evaluations."""
         metric = str(self._config.train.keep_best)
         # the evaluation before training (step 0) has no checkpoint
         before = [value for step, value in self._log.history(metric).items() if 0 < step < done]
@@ -227,7 +227,7 @@ class Validation:
 
 
 def _new_name() -> str:
-    """A random name for weights, the same on every rank."""
+    """Returns a random name for weights, the same on every rank."""
     name = [secrets.token_hex(8)]
     dist.broadcast_object_list(name, src=0)
     return name[0]

@@ -1,4 +1,4 @@
-"""`verify`: the training step on recorded rollouts, without the optimizer; writes losses and gradients.
+"""`verify`: runs the training step on recorded rollouts without the optimizer; writes losses and gradients.
 
 The same rollouts must give the same two files in every layout, so a user can check a layout before a large run.
 """
@@ -81,7 +81,7 @@ def _verify(
 
 
 def compare(config: Config, rollouts: list[Rollout], losses: dict, gradients: dict[str, torch.Tensor]) -> str:
-    """A table of relative deviations from the plain Hugging Face computation.
+    """Returns a table of relative deviations from the plain Hugging Face computation.
 
     It shows per layer the deviation of the loss, and the largest deviation of a parameter's gradient with the name of
     the parameter.
@@ -115,7 +115,7 @@ def _relative(value: float, expected: float) -> float:
 
 
 def loss_report(metrics: StepMetrics, batch: StepBatch, rollouts: list[Rollout]) -> dict:
-    """The contents of losses.json."""
+    """Returns the contents of losses.json."""
     table, term = batch.objective.run.rows(rollouts), batch.routers
     routers = {} if term is None else {"moe/aux_loss": term.aux, "moe/z_loss": term.z}
     losses = ("loss/total", "output/loss", *(name for name, weight in routers.items() if weight), "rep/loss")

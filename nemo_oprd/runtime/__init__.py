@@ -1,1 +1,1 @@
-"""The process and its machine: files, locks, signals, messages, exits, waits, the watchdog. Knows nothing of models."""
+"""The process and its machine: files, locks, signals, messages, exits, waits, the watchdog. Independent of models."""

@@ -1,4 +1,4 @@
-"""Work that a thread does aside, such as writing files, while the caller goes on. Imports only the standard library."""
+"""Runs work in a background thread, such as writing files, while the caller continues. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-# what a scheduler or a user sends to all processes of a job; only the main thread answers it
+# signals that a scheduler or a user sends to all processes of a job; only the main thread handles them
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-# how long a process that ends with an error waits for the work that was under way
+# how long a process that ends with an error waits for unfinished work
 LEAVE_S = 5.0
 _abandoned: list[Aside] = []
 
 
 class Aside:
-    """Does one piece of work at a time in a thread. What the work raises is raised by the next call, once.
+    """Does one piece of work at a time in a thread. The next call raises the work's exception, once.
 
-    The interpreter does not exit before the work is done; `leave` says whether it is. Processes that the work starts do
-    not see the signals that ask a job to stop; they end with the work.
+    The interpreter does not exit before the work is done; `leave` returns whether it is. Processes that the work starts
+    do not receive the signals that ask a job to stop; they end with the work.
     """
 
     def __init__(self, name: str) -> None:
-        """Waits for what another one has abandoned in this process: the new work may be on the same files."""
+        """Waits for work that another instance abandoned in this process: the new work may use the same files."""
         leave(None)
         self._name = name
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """Starts `work`, after the previous work is done. It should need the interpreter for moments only."""
+        """Starts `work`, after the previous work is done. `work` should hold the interpreter only briefly."""
         self.finish()
         self._thread = threading.Thread(target=self._run, args=(work,), name=self._name)
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what the work raised if it has failed; does not wait."""
+        """Raises the work's exception if it has failed; does not wait."""
         if self._thread is None or not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the work is done, and raises what it raised."""
+        """Waits until the work is done, and raises its exception if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -53,11 +53,11 @@ class Aside:
             raise error
 
     def abandon(self) -> None:
-        """In place of `finish` where another error is on its way, which is told first: does not wait, see `leave`."""
+        """Replaces `finish` when another error is being raised, which is reported first: does not wait, see `leave`."""
         _abandoned.append(self)
 
     def _left(self, seconds: float | None) -> bool:
-        """Whether the work ends within `seconds`; what it raises is a warning."""
+        """Returns whether the work ends within `seconds`; logs its exception as a warning."""
         if self._thread is not None:
             self._thread.join(seconds)
             if self._thread.is_alive():
@@ -70,7 +70,7 @@ class Aside:
         return True
 
     def _run(self, work: Callable[[], object]) -> None:
-        # a process that this thread starts inherits the mask, also before its first instruction
+        # a process that this thread starts inherits the mask before its first instruction
         signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
         try:
             work()
@@ -79,7 +79,7 @@ class Aside:
 
 
 def leave(most_s: float | None) -> bool:
-    """Waits for abandoned work, `most_s` seconds in all (None: to its end); whether nothing of it goes on."""
+    """Waits for abandoned work, `most_s` seconds in all (None: to its end); returns whether all of it has ended."""
     deadline = None if most_s is None else time.monotonic() + most_s
     waited, _abandoned[:] = _abandoned[:], []
     ended = [aside._left(None if deadline is None else max(0.0, deadline - time.monotonic())) for aside in waited]

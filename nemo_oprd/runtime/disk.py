@@ -1,4 +1,4 @@
-"""Checks before anything expensive starts that the output can be written, and explains errors of the disk later."""
+"""Checks that the output can be written before any expensive work, and explains disk errors later."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# size of the probe that shows whether there is any space at all; a run needs far more
+# size of the probe for any free space; a run needs far more
 PROBE_BYTES = 1 << 20
 _ABOUT_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 _ABOUT_FILES |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
 
-# directories of the system, in which nobody looks for a result; /mnt or /output may be a mounted volume
+# system directories, which are no place for results; /mnt or /output may be a mounted volume
 _OF_SYSTEM = {
     *("/bin", "/boot", "/dev", "/dev/shm", "/etc", "/home", "/lib", "/lib64", "/opt", "/run", "/sbin"),
     *("/tmp", "/usr", "/usr/local", "/var", "/var/tmp"),
 }
-# everything below these is the kernel's, but for memory that is used as a disk
+# all files below these are the kernel's, except those on RAM disks
 _OF_KERNEL, _MEMORY = (Path("/dev"), Path("/proc"), Path("/sys")), Path("/dev/shm")
 
 
@@ -49,7 +49,7 @@ def check_output(output: str | Path, key: str = "output") -> None:
 
 
 def check_place(output: str | Path, key: str) -> None:
-    """Raises ValueError, naming the option `key`, for a directory that no command may fill, whoever owns it."""
+    """Raises ValueError, naming the option `key`, for a directory that no command may fill, with any owner."""
     place = _shared_place(Path(output))
     if place is not None:
         raise ValueError(
@@ -59,7 +59,7 @@ def check_place(output: str | Path, key: str) -> None:
 
 
 def _shared_place(directory: Path) -> str | None:
-    """What a directory is that belongs to everybody; None for all others."""
+    """Describes a directory of the system or shared by all users; None for all others."""
     try:
         place = directory.resolve()
     except (OSError, ValueError):  # a name that no directory can have
@@ -84,7 +84,7 @@ def check_file(path: str | Path, option: str) -> None:
 
 
 def describe(error: OSError, path: str | Path | None = None) -> str:
-    """One line that says what went wrong with which path, and what to do about it."""
+    """Returns one line that names the error, the path and the fix."""
     where = error.filename if path is None and error.filename else path
     fixes = {
         errno.ENOSPC: "free some space, or choose an output on another disk",
@@ -100,7 +100,7 @@ def describe(error: OSError, path: str | Path | None = None) -> str:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Within the context, errors of the disk that name no file get the name `path`; torch's own become OSErrors."""
+    """Adds the name `path` to disk errors without a file name in the context; torch's own become OSErrors."""
     try:
         yield
     except OSError as error:
@@ -114,12 +114,12 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def is_about_files(error: BaseException) -> bool:
-    """Whether an error comes from the disk or a path, as opposed to the network or the program."""
+    """Returns whether an error comes from the disk or a path, as opposed to the network or the program."""
     return isinstance(error, OSError) and error.errno in _ABOUT_FILES
 
 
 def no_space(error: BaseException) -> bool:
-    """Whether safetensors or torch ran out of disk space: both raise exceptions of their own.
+    """Returns whether safetensors or torch ran out of disk space: both raise exceptions of their own.
 
     The text holds the system's error number, or, from torch.save to a path, only that a C++ stream failed or that fewer
     bytes were written than given.

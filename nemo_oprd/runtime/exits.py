@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one message from one rank.
+"""Ends a command: sets its exit code, and prints one message from one rank.
 
 A user's mistake ends a command with one line on stderr and exit code 2. A run that a signal asked to stop ends with
 `STOPPED_EXIT_CODE` after it has saved, or with 130 after a second Ctrl-C. An unexpected error prints one traceback and
@@ -25,9 +25,9 @@ _WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S, _WAIT_WITHOUT_REASON_S = 30, 3, 6
 
 
 def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
-    """Runs `work`, shows its messages, and ends as a command of this project does, also in somebody else's program.
+    """Runs `work`, shows its messages, and ends like a command of this project, also inside another program.
 
-    `work` returns the exit code. `alone`: this process does nothing else, so that its end may be a hard one.
+    `work` returns the exit code. `alone`: this process has no other task, so it may exit without cleanup.
     """
     # set before torch is imported: if a rank ends with an error, torch prints a warning with a stack on all others
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -59,7 +59,7 @@ def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
 
 
 def users_mistake(error: Exception) -> str | None:
-    """One line for an error that a user can fix: a ValueError, a file or the disk; None for all other errors."""
+    """Returns one line for an error that a user can fix: a ValueError, a file or the disk; None for other errors."""
     if isinstance(error, ValueError):
         return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if isinstance(error, OSError) and is_about_files(error):
@@ -70,10 +70,10 @@ def users_mistake(error: Exception) -> str | None:
 
 
 def _report(error: Exception) -> int:
-    """Reports the error that ended the command, from one rank, and returns the exit code.
+    """Reports the error that ended the command, from one rank; returns the exit code.
 
-    A mistake that all ranks find is reported by rank 0. A mistake that only another rank can find, such as one in a
-    shard that this rank alone reads, is reported by that rank if no other rank has ended the job after some seconds.
+    Rank 0 reports a mistake that all ranks find. A rank that alone finds a mistake, such as one in a shard that only it
+    reads, reports it if no other rank has ended the job after some seconds.
     """
     if isinstance(error, Stopped):
         if messages.is_first_rank():
@@ -91,7 +91,7 @@ def _report(error: Exception) -> int:
         if watch.failure(wait_s) is not None:
             return launcher.code_beside_failure()
         if watch.fails_first():
-            _print(error, message)  # before the others know: a launcher ends this rank as soon as they have ended
+            _print(error, message)  # before the others learn of it: a launcher ends this rank after them
             watch.tell_failure(message or repr(error))
     else:
         if not first and launcher.neighbour_reported(wait_s):
@@ -102,7 +102,7 @@ def _report(error: Exception) -> int:
 
 
 def _print(error: Exception, message: str | None) -> None:
-    """Prints the line for the user, or the traceback where there is none."""
+    """Prints the line for the user, or the traceback if there is no line."""
     of_rank = "" if messages.is_first_rank() else f"rank {os.environ['RANK']}: "
     if message is None:
         traceback.print_exception(error)
@@ -112,7 +112,7 @@ def _print(error: Exception, message: str | None) -> None:
 
 
 def _leave() -> None:
-    """Leaves the process group together with the other ranks, if this process has joined one."""
+    """Destroys the process group together with the other ranks, if this process has joined one."""
     watch = watchdog.current()
     if watch is not None:
         import torch.distributed as dist

@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all, and JSON that is read or refused with one line that names the file.
+"""Writes files atomically, and reads JSON with one-line errors that name the file.
 
-Everything is written beside its place under the name `.partial_NAME` and renamed, so a reader finds the old content or
+A file is first written in the same directory as `.partial_NAME` and then renamed, so a reader finds the old content or
 the new content and never a part of it, and a killed process leaves the old content. The next write of the same name
 replaces a `.partial_NAME` that a killed process left behind. Imports nothing but the standard library and
 `runtime/disk.py`.
@@ -21,23 +21,23 @@ from typing import Any
 from nemo_oprd.runtime.disk import naming
 
 PARTIAL = ".partial_"
-# what a repository holds in place of a large file until `git lfs pull` has fetched it
+# first line of the pointer that stands for a large file until `git lfs pull` has fetched it
 _LFS_POINTER = b"version https://git-lfs"
 
 
 def cache_directory() -> Path:
-    """The folder of this package in the user's cache; it need not exist."""
+    """Returns the folder of this package in the user's cache; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_oprd"
 
 
 def partial_path(path: Path) -> Path:
-    """The path beside `path` at which its new content is written."""
+    """Returns the path in the directory of `path` for its new content."""
     return path.with_name(f"{PARTIAL}{path.name}")
 
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yields the path to write a file to; at the end the written file replaces `path`. The directory must exist.
+    """Yields a path for a new file; at the end that file replaces `path`. The directory must exist.
 
     If the body raises, the partial file is removed and `path` stays as it was. With `durable`, the content and the new
     name are also flushed to the disk, so that they survive a loss of power.
@@ -61,11 +61,11 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """Yields an empty directory to write to; at the end it replaces the directory `path`, flushed to the disk.
+    """Yields an empty new directory; at the end it replaces the directory `path`, flushed to the disk.
 
     Directories can't be exchanged in one operation: a process that is killed between the removal of an old `path` and
     the renaming leaves none. If the body raises, the partial directory is removed and `path` stays as it was. Without
-    `overwrite`, what is in `path` by then is kept, e.g. the result of another process.
+    `overwrite`, files that are in `path` by then are kept, e.g. the result of another process.
 
     Raises:
         OSError: the disk is full, a file can't be written, or `path` holds files that must not be overwritten; the
@@ -117,18 +117,18 @@ _KINDS = {
 
 
 def kind_of(path: str | Path) -> str:
-    """What is at `path` other than a file or a directory, for messages ("a device"); empty if it is neither.
+    """Names an object at `path` that is neither file nor directory, for messages ("a device"); else "".
 
     Reading a named pipe waits for a writer, and reading /dev/zero never ends, so neither is opened.
     """
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")
-    except (OSError, ValueError):  # there is nothing, or a name that no file can have
+    except (OSError, ValueError):  # no such file, or a name that no file can have
         return ""
 
 
 def why_no_file(path: str | Path, *extensions: str) -> str:
-    """What is at `path` in place of a file with one of the `extensions` (".jsonl"), for messages."""
+    """Describes, for messages, the object at `path` in place of a file with one of the `extensions` (".jsonl")."""
     path = Path(path)
     if not path.is_dir():
         if kind := kind_of(path):
@@ -143,9 +143,9 @@ def why_no_file(path: str | Path, *extensions: str) -> str:
 
 
 def read_json(path: Path, expected: str, fix: str) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
-    For messages, `expected` is what the file should hold ("an object with weight_map"), and `fix` what to do about a
+    For messages, `expected` is the file's expected content ("an object with weight_map"), and `fix` the remedy for a
     file that is missing or damaged ("copy it again").
 
     Raises:
@@ -176,7 +176,7 @@ def _refuse_pointer(data: bytes, where: str) -> None:
 
 
 def parse_json(data: str | bytes, where: str, expected: str, fix: str, *, encodes: bool = False) -> Any:
-    """The value of a JSON text in UTF-8; ValueError if it is malformed, or a pointer of Git LFS.
+    """Parses a JSON text in UTF-8; raises ValueError if it is malformed, or a pointer of Git LFS.
 
     `where` is the file, or the file and its line, for the message; `expected` and `fix` are as in `read_json`.
     `encodes`: for texts that models read or that are written again, half of a character is an error, too.
@@ -202,7 +202,7 @@ _SURROGATE_BYTES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 
 def half_of_a_character(value: Any) -> str | None:
-    """The first lone surrogate in the texts of a JSON value, with what surrounds it; None if there is none."""
+    """Returns the first lone surrogate in the texts of a JSON value, with its context; None if there is none."""
     if isinstance(value, str):
         found = re.search("[\ud800-\udfff]", value)
         return None if found is None else value[max(0, found.start() - 10) : found.end() + 10]

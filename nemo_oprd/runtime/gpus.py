@@ -1,7 +1,7 @@
-"""Whether a process has the GPUs that its launcher promises, and whether this project runs on them.
+"""Checks that a process has the GPUs which its launcher promises, and that this project runs on them.
 
-Nothing runs on CPUs because a driver is too old: where a launcher gives GPUs and torch sees none, a command ends at
-once with torch's own reason. Importing this module does not import torch; nor does a check where nothing is promised.
+There is no silent fallback to CPUs, e.g. for an old driver: if a launcher gives GPUs and torch sees none, a command
+ends at once with torch's own reason. Importing this module imports no torch; nor does a check without promised GPUs.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import warnings
 
-# 1: the CPU will do, although the launcher gives GPUs
+# 1: use the CPU, although the launcher gives GPUs
 CPU_VARIABLE = "NEMO_OPRD_CPU"
 # bfloat16 in hardware, and the kernels of attention over packed sequences
 LEAST_CAPABILITY = (8, 0)
-# what CUDA_VISIBLE_DEVICES is where there are none: -1 by custom, NoDevFiles from Slurm
+# values of CUDA_VISIBLE_DEVICES without GPUs: -1 by custom, NoDevFiles from Slurm
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
 def cpu_is_meant() -> bool:
-    """Whether the user says that the CPU will do.
+    """Returns whether the user has chosen the CPU.
 
     Raises:
         ValueError: the variable has another value.
@@ -30,7 +30,7 @@ def cpu_is_meant() -> bool:
 
 
 def promise() -> str | None:
-    """The variable by which a launcher gives GPUs to this process, with its value; None without one."""
+    """Returns the variable by which a launcher gives GPUs to this process, with its value; None without one."""
     on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdecimal() and int(on_node):
         return f"SLURM_GPUS_ON_NODE={on_node}"
@@ -39,19 +39,19 @@ def promise() -> str | None:
 
 
 def check_promise() -> None:
-    """Every command that computes calls this before it reads models.
+    """Checks that torch sees the promised GPUs; every command that computes calls this before it reads models.
 
     A torch without CUDA is refused in a Slurm job with GPUs only: CUDA_VISIBLE_DEVICES is often set for good.
 
     Raises:
-        ValueError: a launcher gives GPUs, torch sees none, and nothing says that the CPU is meant.
+        ValueError: a launcher gives GPUs, torch sees none, and the user has not chosen the CPU.
     """
     promised = promise()
     if cpu_is_meant() or promised is None:
         return
     import torch
 
-    with warnings.catch_warnings():  # torch would warn on every rank of what the error says on one
+    with warnings.catch_warnings():  # torch would repeat the content of the error as a warning on every rank
         warnings.simplefilter("ignore")
         if torch.cuda.is_available():
             return
@@ -66,7 +66,7 @@ def check_promise() -> None:
 
 
 def why_none() -> str:
-    """Torch's reason for seeing no GPU, in one sentence."""
+    """Returns torch's reason for seeing no GPU, in one sentence."""
     import torch
 
     try:
@@ -77,7 +77,7 @@ def why_none() -> str:
 
 
 def check_device(index: int, ranks: int) -> None:
-    """Whether the CUDA device of this rank fits a job of `ranks` ranks.
+    """Checks that the CUDA device of this rank fits a job of `ranks` ranks.
 
     Raises:
         ValueError: it is too old, or a slice of a GPU in a job of several ranks.
@@ -98,7 +98,7 @@ def check_device(index: int, ranks: int) -> None:
 
 
 def identity(index: int) -> str:
-    """What names a CUDA device among those of all machines; of a MIG slice, that of the slice."""
+    """Returns a name of a CUDA device that is unique among all machines; for a MIG slice, that of the slice."""
     import torch
 
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,4 +1,4 @@
-"""What `torchrun` shows of a job that failed: the error of the rank that reports it, and no other rank of its machine.
+"""Limits `torchrun`'s summary of a failed job to the error of the rank that reports it, without its neighbours.
 
 torchrun reads the file that each rank writes its error to, and lists every rank of its machine whose exit code isn't 0,
 in eight lines each. So the rank that reports an error writes its line into that file, and its neighbours, which end
@@ -14,10 +14,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# how long the rank that reports an error waits until its neighbours have left: torchrun warns of each that it must end
+# how long the reporting rank waits for its neighbours to exit: torchrun warns of each that it must end
 NEIGHBOURS_LEAVE_S = 2.0
 _LOOK_EVERY_S = 0.05
-_LEFT = "left"  # a file beside the error file of a rank that has left
+_LEFT = "left"  # a file beside the error file of a rank that has exited
 
 
 class NeighbourFailed(Exception):  # noqa: N818 - not an error of this rank
@@ -25,7 +25,7 @@ class NeighbourFailed(Exception):  # noqa: N818 - not an error of this rank
 
 
 def report(message: str) -> None:
-    """Writes `message` into torchrun's error file of this rank: the summary at the end of the job shows it."""
+    """Writes `message` into torchrun's error file of this rank, for the summary at the end of the job."""
     if (file := _error_file()) is None:
         return
     # the summary shows "py_callstack"; other readers of the file, such as schedulers, take "message"
@@ -37,7 +37,7 @@ def report(message: str) -> None:
 
 
 def neighbour_reported(within_s: float = 0.0) -> bool:
-    """Whether another rank of this machine writes an error file `within_s` seconds. Sleeps so long without torchrun."""
+    """Returns whether another rank of this machine writes an error file `within_s` seconds; sleeps without torchrun."""
     file, deadline = _error_file(), time.monotonic() + within_s
     while True:
         others = set() if file is None else set(file.parent.parent.glob(f"*/{file.name}")) - {file}
@@ -48,7 +48,7 @@ def neighbour_reported(within_s: float = 0.0) -> bool:
 
 
 def code_beside_failure() -> int:
-    """Exit code of a rank that ends because of another one: 0 if torchrun shows the error of a neighbour, 1 otherwise.
+    """Returns the exit code after another rank's failure: 0 if torchrun shows a neighbour's error, 1 otherwise.
 
     The process ends right after this call.
     """
@@ -61,7 +61,7 @@ def code_beside_failure() -> int:
 
 
 def wait_for_neighbours() -> None:
-    """After `report`: waits a moment until the neighbours have left."""
+    """Waits a moment, after `report`, until the neighbours have exited."""
     file, deadline = _error_file(), time.monotonic() + NEIGHBOURS_LEAVE_S
     if file is None:
         return
@@ -71,6 +71,6 @@ def wait_for_neighbours() -> None:
 
 
 def _error_file() -> Path | None:
-    """This rank's error file, in a folder of its own beside those of its neighbours; None without torchrun."""
+    """Returns this rank's error file, in a folder beside those of its neighbours; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name and name != os.devnull else None

@@ -1,9 +1,9 @@
-"""What a command shows while it runs: the messages of the logger `nemo_oprd`, on the terminal.
+"""Shows the messages of the logger `nemo_oprd` on the terminal while a command runs.
 
 Modules log with `logging.getLogger(__name__)`, and importing them sets nothing up; a command calls `show`. A message is
 a line without level or name, on stderr. The first rank shows those of level INFO, and every rank its warnings, with its
-number. `extra=ON_STDOUT` is for progress that has always been on stdout, `extra=ANY_RANK` for what one rank alone has
-to tell, whichever that is.
+number. `extra=ON_STDOUT` is for progress that has always been on stdout, `extra=ANY_RANK` for a message of one rank
+alone, which may be any rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LIBRARY_LOG = "libraries.log"
 
 
 def is_first_rank() -> bool:
-    """Whether this is the world's first rank; also valid before the process group is joined."""
+    """Returns whether this is the world's first rank; also valid before the process group is joined."""
     return _rank() == "0"
 
 
 def show(verbosity: Verbosity = "usual") -> None:
-    """Shows messages from now on; a later call only changes how much is shown.
+    """Shows messages from now on; a later call only changes the verbosity.
 
-    quiet: warnings; usual: also what goes on; verbose: everything, from every rank, with time, rank and module.
+    quiet: warnings; usual: also progress; verbose: all messages of every rank, with time, rank and module.
     """
     logger = logging.getLogger("nemo_oprd")
     logger.propagate = False  # a program around this one may show the messages of the root logger, too
@@ -54,7 +54,7 @@ def write_library_log(directory: Path) -> None:
 
 
 class _Console(logging.Handler):
-    """Prints on what sys.stdout and sys.stderr are at the time."""
+    """A handler that prints to the current sys.stdout and sys.stderr."""
 
     verbose = False
 
@@ -118,7 +118,7 @@ def _rank() -> str:
 
 
 def hours_minutes_seconds(seconds: float) -> str:
-    """Example: 3725.0 -> "1:02:05"; 65.0 -> "1:05"."""
+    """Formats seconds. Example: 3725.0 -> "1:02:05"; 65.0 -> "1:05"."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

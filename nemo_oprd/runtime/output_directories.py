@@ -1,13 +1,13 @@
-"""Who may write into which directory: one rule for all commands (docs/runs.md, "Whose directory it is").
+"""Checks which command may write into a directory: one rule for all commands (docs/runs.md, "Whose directory it is").
 
     A command writes into a directory that is missing or empty, or that it made itself. It refuses one that another
     command made, a place inside such a directory that belongs to that command, and one in which a file that is there
     has a name that the command writes. Other files, such as a log, stay as they are; a command that replaces its own
     earlier results (`replaces`) wants no such files beside them.
 
-What a directory is shows in the files that its command writes first (`signs`), so directories of earlier versions and
-copies are recognised, too. Hidden files say nothing. Files that a command writes alone have `check_file`. Imports
-nothing but the standard library, `runtime/disk.py` and `runtime/files.py`.
+The files that a command writes first (`signs`) identify its directory, so directories of earlier versions and copies
+are recognised, too. Hidden files are ignored. `check_file` is for commands that write a single file. Imports nothing
+but the standard library, `runtime/disk.py` and `runtime/files.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nemo_oprd.runtime.files import kind_of
 
 @dataclass(frozen=True)
 class Maker:
-    """A command, and what it makes (`what`: in words).
+    """A command, and a name for its results (`what`).
 
     Attributes:
         signs: patterns of files, or tests of the directory; any of them shows that the command made the directory.
-        writes: further names that the command writes.
+        writes: additional names that the command writes.
         replaces: it replaces its earlier results as a whole.
     """
 
@@ -40,24 +40,24 @@ class Maker:
 
 
 def _has_run_config(directory: Path) -> bool:
-    """Whether config.yaml is a complete configuration, as a run writes it, and not somebody's file of that name."""
+    """Returns whether config.yaml is the complete configuration of a run, and not another file of that name."""
     groups = set(re.findall(rb"^(\w+):", _content(directory / "config.yaml"), flags=re.MULTILINE))
     return {b"output", b"student", b"teacher", b"loss", b"rollout", b"train"} <= groups
 
 
 def _has_responses_of_compare(directory: Path) -> bool:
-    """Whether teacher.jsonl is of compare, which writes teacher.json right after it."""
+    """Returns whether `compare` wrote teacher.jsonl; it writes teacher.json right after it."""
     line = _content(directory / "teacher.jsonl").partition(b"\n")[0]
     return all(f'"{name}": '.encode() in line for name in ("prompt", "response", "ended", "prompt_ids"))
 
 
 def _has_model(directory: Path) -> bool:
-    """Whether config.json is that of a Hugging Face model."""
+    """Returns whether config.json is that of a Hugging Face model."""
     return b'"model_type"' in _content(directory / "config.json")
 
 
 def _content(file: Path) -> bytes:
-    """What a file begins with; nothing where it can't be read: the directories above may be somebody else's."""
+    """Returns the beginning of a file; b"" if it can't be read: directories above may belong to other users."""
     try:
         with file.open("rb") as stream:
             return stream.read(_MOST_BYTES)
@@ -66,10 +66,10 @@ def _content(file: Path) -> bytes:
 
 
 _MOST_BYTES = 1 << 20
-# logs that may be there before anything else, and say nothing about a directory: those of vLLM's servers
+# logs of vLLM's servers, which may exist before all other files and do not identify a directory
 _LOGS = {"vllm"}
 _GRADED = ("disagreements", "evaluation.json", "differences.json")
-# The first one whose sign is there made the directory: a run holds what looks like the results of other commands.
+# The first command with a matching sign made the directory: a run also holds results like those of other commands.
 MAKERS = (
     Maker(
         "train",
@@ -93,7 +93,7 @@ _BY_COMMAND = {maker.command: maker for maker in MAKERS}
 
 
 def maker_of(directory: Path) -> Maker | None:
-    """The command that made a directory; None for a missing or empty one, and for one that no command made."""
+    """Returns the command that made a directory; None for a missing or empty one, and for one that no command made."""
     if not directory.is_dir():
         return None
     for maker in MAKERS:
@@ -141,7 +141,7 @@ def check_directory(
 def check_file(file: Path, command: str, key: str, mark: str) -> None:
     """Raises ValueError, naming the option `key`, unless `command` may write the single file `file`.
 
-    `mark` is a pattern at the beginning of the files that the command writes, by which its own are recognised.
+    `mark` is a pattern that matches the beginning of every file that the command writes; other files are refused.
     """
     if file.is_dir():
         raise ValueError(f"{key} {file} is a directory, expected a file to write; add a name to it")
@@ -170,7 +170,7 @@ def _check_above(path: Path, key: str) -> None:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether a path is a directory with nothing in it, as a command that was killed at its start leaves it."""
+    """Returns whether a path is an empty directory, as a command that was killed at its start leaves it."""
     return path.is_dir() and not any(path.iterdir())
 
 

@@ -1,7 +1,7 @@
-"""How the ranks of a job find each other, in the way of torch's `env://`, but without silent waits.
+"""Joins the ranks of a job into a process group, in the way of torch's `env://`, but without silent waits.
 
-The first rank, or torchrun on its behalf, holds the job's key-value store at MASTER_ADDR:MASTER_PORT. Each rank says in
-the store that it is here, so that those who wait can name the others; only then do all of them connect to each other.
+The first rank, or torchrun on its behalf, holds the job's key-value store at MASTER_ADDR:MASTER_PORT. Each rank
+registers in the store, so that waiting ranks can name the missing ones; then all ranks connect to each other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nemo_oprd.runtime import gpus, waiting
 from nemo_oprd.runtime.waiting import wait_for
 from nemo_oprd.runtime.watchdog import attempt
 
-# how often a rank that waits asks whether all are here, and looks which ones are missing
+# how often a waiting rank checks whether all are registered, and which ones are missing
 _ASK_EVERY_S, _LOOK_EVERY_S = 0.2, 1.0
 _PROBE_S = 2.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the environment says of this job: torchrun's variables, which other launchers set, too."""
+    """The job in this process's environment: torchrun's variables, which other launchers set, too."""
 
     rank: int
     world: int
@@ -35,7 +35,7 @@ class Job:
 
     @classmethod
     def here(cls) -> Job:
-        """The job of this process; a process without these variables is a job of one rank.
+        """Reads the job of this process; a process without these variables is a job of one rank.
 
         Raises:
             ValueError: the variables contradict each other.
@@ -60,12 +60,12 @@ class Job:
 
     @property
     def launcher_has_store(self) -> bool:
-        """Whether torchrun holds the store; otherwise the first rank does."""
+        """Returns whether torchrun holds the store; otherwise the first rank does."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @property
     def address(self) -> str:
-        """Where the store is, for messages."""
+        """Returns the address of the store, for messages."""
         return f"MASTER_ADDR:MASTER_PORT = {self.host}:{self.port}"
 
 
@@ -73,7 +73,7 @@ def join(backend: str, timeout: datetime.timedelta, device: int | None = None) -
     """Joins the process group of the job; every rank calls this and returns when all of them have joined.
 
     Args:
-        timeout: of every step of it, and of the group's collectives.
+        timeout: of every step of joining, and of the group's collectives.
         device: the CUDA device of this rank.
 
     Raises:
@@ -111,7 +111,7 @@ def join(backend: str, timeout: datetime.timedelta, device: int | None = None) -
 
 
 def _open_store(job: Job, timeout: datetime.timedelta) -> Any:
-    """A connection to the job's store, which the first rank makes unless torchrun has it."""
+    """Returns a connection to the job's store, which the first rank makes unless torchrun has it."""
     import torch.distributed as dist
 
     is_master = job.rank == 0 and not job.launcher_has_store
@@ -138,7 +138,7 @@ def _open_store(job: Job, timeout: datetime.timedelta) -> Any:
 
 
 def _take_device(job: Job, store: Any, identity: str) -> None:
-    """Writes down that this rank has a device, or that another one has it, too; before the ranks meet."""
+    """Registers this rank's device in the store, or that another rank has it, too; before the ranks meet."""
     own = f"rank {job.rank} on {socket.gethostname()}"
     other = store.compare_set(f"{attempt()}/device/{identity}", "", own).decode()
     if other != own:
@@ -149,7 +149,7 @@ def _check_devices(job: Job, store: Any) -> None:
     """Raises the same ValueError on all ranks if two of them have one device, which NCCL would refuse in many lines."""
     if store.check([f"{attempt()}/device/shared"]):
         if job.rank == 0 and not job.launcher_has_store:
-            time.sleep(5 * _ASK_EVERY_S)  # the store ends with this rank, and the others have to read it before
+            time.sleep(5 * _ASK_EVERY_S)  # the store ends with this rank, and the others have to read it first
         raise ValueError(
             f"{store.get(f'{attempt()}/device/shared').decode()}; expected one GPU per rank: give every task a GPU of "
             "its own, or make all of them visible to all tasks (sbatch --gpus-per-node=N --ntasks-per-node=N)"
@@ -157,7 +157,7 @@ def _check_devices(job: Job, store: Any) -> None:
 
 
 def _no_store(job: Job) -> str:
-    """What a rank waits for that has no connection to the store, and what it finds there instead."""
+    """Describes the wait of a rank without a connection to the store, and what answers at its address instead."""
     found = [f"nothing answers there within {_PROBE_S:.0f} s"]
 
     def probe() -> None:
@@ -178,9 +178,9 @@ def _no_store(job: Job) -> str:
 
 
 class _Meeting:
-    """All ranks say in the store that they are here, and wait for those that have not.
+    """Registers this rank in the store and waits for the others.
 
-    `missing`: on the first rank that is here, the others, and what to do about them; empty before a line is due.
+    `missing`: on the first registered rank, the missing ranks and the fix; empty before a line is due.
     """
 
     def __init__(self, job: Job, store: Any) -> None:
@@ -188,13 +188,13 @@ class _Meeting:
         self.missing = ""
 
     def wait(self, limit_s: float) -> None:
-        """Waits until all are here. Raises ValueError if that takes longer than the limit."""
+        """Waits until all are registered. Raises ValueError if that takes longer than the limit."""
         notice, store, all_here = waiting.Notice(limit_s), self._store, f"{self._prefix}/all"
         own, looked_s = f"{os.getpid()}", 0.0
         is_new = store.compare_set(f"{self._prefix}/{self._job.rank}", "", own).decode() == own
         if is_new and store.add(f"{self._prefix}/number", 1) == self._job.world:
             store.set(all_here, "yes")
-        while not store.check([all_here]):  # torch warns whenever the time of its `wait` is over
+        while not store.check([all_here]):  # torch warns whenever its `wait` times out
             if notice.is_over:
                 raise waiting.over_limit(limit_s, self.missing)
             waited_s = notice.waited_s
@@ -203,7 +203,7 @@ class _Meeting:
             time.sleep(min(waited_s / 10 + 0.001, _ASK_EVERY_S))
 
     def _missing(self) -> str:
-        if any(self._is_here(rank) for rank in range(self._job.rank)):  # the first one of these says it
+        if any(self._is_here(rank) for rank in range(self._job.rank)):  # the first one of these reports it
             return ""
         missing = {rank for rank in range(self._job.world) if not self._is_here(rank)}
         return (
@@ -216,7 +216,7 @@ class _Meeting:
 
 
 class _Speaker:
-    """One rank of the machine speaks where all of them wait for the same: who first takes a name that all would take.
+    """Selects one rank of the machine to print a line about a common wait: the first that takes a name common to all.
 
     The name is that of a socket, which the kernel gives back when the process ends. Ranks that one launcher has started
     share a parent.
@@ -229,7 +229,7 @@ class _Speaker:
         self._speaks = False
 
     def says(self, what: str) -> str:
-        """`what` if this rank speaks, otherwise nothing."""
+        """Returns `what` if this rank is the one that prints, otherwise ""."""
         try:
             self._socket.bind(self._name)
             self._speaks = True
@@ -252,7 +252,7 @@ def _number(name: str) -> int:
 
 
 def _ranks(ranks: set[int]) -> str:
-    """Ranks in few words, such as "1-7, 9"."""
+    """Formats ranks briefly, such as "1-7, 9"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

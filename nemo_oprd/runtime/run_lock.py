@@ -1,8 +1,8 @@
-"""One run per directory: a lock that the kernel releases when its process ends, however it ends.
+"""Locks a run directory for one run; the kernel releases the lock when the process ends, however it ends.
 
-The lock itself is filelock's `FileLock` (flock). filelock leaves to its users the text that names the holder, the
-messages, and going ahead, with a warning, on file systems that are mounted without locks. Its fallback for those (a
-file that exists while the lock is held) is switched off: such a file stays after a crash and refuses the next start.
+The lock itself is filelock's `FileLock` (flock). This module adds the text that names the holder, the messages, and
+continuing with a warning on file systems that are mounted without locks. filelock's fallback for those (a file that
+exists while the lock is held) is switched off: such a file stays after a crash and blocks the next start.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Held by the world's first rank from before it reads anything until its process ends.
+    """The lock of a run directory; the world's first rank holds it from its first read until its process ends.
 
-    The file `.lock` stays after a crash and locks nothing. Its text only says who holds the lock.
+    The file `.lock` stays after a crash and locks nothing. Its text only names the holder of the lock.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Takes the lock on `directory`, which is created if it doesn't exist; ValueError if one or the other fails."""
+        """Creates `directory` if it doesn't exist, and takes its lock; raises ValueError if either fails."""
         path = Path(os.path.realpath(directory / ".lock"))  # filelock opens no link
         self._path, self._made_directory = path, not directory.exists()
         self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
@@ -53,14 +53,14 @@ class RunLock:
         self._text.flush()
 
     def undo(self) -> None:
-        """Releases the lock before anything was written; removes a directory that was created for the lock alone."""
+        """Releases the lock before any write; removes a directory that was created for the lock alone."""
         self.release()
         if self._made_directory and [*self._path.parent.iterdir()] == [self._path]:
             self._path.unlink()
             self._path.parent.rmdir()
 
     def release(self) -> None:
-        """Releases the lock before the process ends; does nothing if it was released before."""
+        """Releases the lock before the process ends; does nothing if it is already released."""
         if not self._text.closed:
             self._text.truncate(0)
             self._text.close()

@@ -1,7 +1,7 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C make a run finish its step, save and exit. A Ctrl-C after any of them ends it at once.
+"""Handles SIGTERM, SIGUSR1 and Ctrl-C: a run finishes its step, saves and exits. A further Ctrl-C ends it at once.
 
 Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted. Importing this module
-does not import torch: the command line asks it about every error, also where torch was not needed yet.
+does not import torch: the command line uses it for every error, also before torch is needed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """The run was asked to stop and has saved; it can resume from there."""
+    """Raised after a signal asked the run to stop and the run has saved; it can resume from there."""
 
 
 class StoppedWaiting(Stopped):
-    """The run was asked to stop while it waited for a server; nothing is saved yet."""
+    """Raised when a signal asks the run to stop while it waits for a server; nothing is saved yet."""
 
 
 def requested_stop() -> str | None:
-    """The signal that asked this run to stop, as "SIGTERM"; None before, or where none is remembered (`Signals`)."""
+    """Returns the signal that asked this run to stop, as "SIGTERM"; None before, and outside of `Signals`."""
     return None if _entered is None else _entered.received
 
 
 class Signals:
-    """Remembers that this process was asked to stop. A context manager; outside the main thread it does nothing.
+    """Records the signals that ask this process to stop. A context manager; outside the main thread it does nothing.
 
     Every rank of the world enters it and waits there for the others: a signal to the job must not end a rank whose
     handlers are not installed yet. If the body raises and a watchdog runs, the handlers stay installed; the watchdog
@@ -71,12 +71,12 @@ class Signals:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether this process received one of the signals."""
+        """Returns whether this process received one of the signals."""
         return self.received is not None
 
     @property
     def by(self) -> str:
-        """What asked the run to stop, in words."""
+        """Describes the signal that asked the run to stop, in words."""
         return self.received or "a signal to another rank"
 
     def _remember(self, number: int, _: FrameType | None) -> None:
@@ -86,7 +86,7 @@ class Signals:
 
 
 def agree(device: torch.device, *flags: bool, group: dist.ProcessGroup | None = None) -> list[bool]:
-    """Per flag, whether any rank of the group (None: of the world) has set it. Every rank of the group calls this."""
+    """Returns per flag whether any rank of the group (None: of the world) has set it. All its ranks call this."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Waits that may be long: after half a minute a line says for what, and a signal ends the wait at once.
+"""Makes long waits visible and interruptible: after half a minute a line names the cause; a signal ends the wait.
 
-torch waits outside of the interpreter, where Python's handlers don't run, and some of its calls know no limit. So they
-run in a thread, while the main thread looks after lines, limits and signals. Importing this module imports no torch.
+torch waits outside of the interpreter, where Python's handlers don't run, and some of its calls have no limit. So they
+run in a thread, while the main thread handles lines, limits and signals. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from nemo_oprd.runtime.signals import Stopped
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# after this time a line says what is waited for, and then again each time that the wait has become twice as long
+# after this time a line names the cause of the wait, and again each time that the wait has become twice as long
 SAY_AFTER_S = 30.0
-# how late a signal, the end of another rank, or the end of the limit may be noticed
+# the delay with which a signal, the end of another rank, or the end of the limit may be noticed
 _LOOK_EVERY_S = 0.2
 _abandoned: list[threading.Thread] = []
 
 
 def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> T:
-    """Does `work` in a thread and returns what it returns; raises what it raises.
+    """Runs `work` in a thread; returns its result or raises its exception.
 
     Args:
-        what: names what is waited for, then what to do about it, as in "rank(s) 1: start them". Called whenever a line
-            is due; no line is printed if it is empty, because another rank says it.
+        what: returns the cause of the wait and the fix, as in "rank(s) 1: start them". Called whenever a line is due;
+            no line is printed if it is empty, because another rank prints it.
 
     Raises:
         ValueError: the wait took longer than `limit_s` seconds.
@@ -68,7 +68,7 @@ def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> 
         except BaseException:
             _abandoned.append(thread)
             raise
-    if asked:  # also if it arrived when the wait was over: nothing else has heard of it
+    if asked:  # also if it arrived after the wait: no other code handles it
         _abandoned.append(thread)
         about = _or_ranks(what()).partition(": ")[0]
         raise Stopped(f"stopped by {asked[0]} while waiting for {about}; the same command starts again")
@@ -76,45 +76,45 @@ def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> 
 
 
 def over_limit(limit_s: float, what: str) -> ValueError:
-    """The error of a wait that took longer than its limit; `what` is as for `wait_for`."""
+    """Returns the error of a wait that took longer than its limit; `what` is as for `wait_for`."""
     return ValueError(f"waited {duration(limit_s)}, which is the limit, for {_or_ranks(what)}")
 
 
 def has_abandoned() -> bool:
-    """Whether a thread is still in a call that nobody waits for any more; the interpreter can't end beside it."""
+    """Returns whether a thread is still in an abandoned call, which keeps the interpreter from exiting."""
     return any(thread.is_alive() for thread in _abandoned)
 
 
 class Notice:
-    """When a wait of at most `limit_s` seconds is worth a line, and that line."""
+    """Decides when a wait of at most `limit_s` seconds prints a line, and formats it."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s, self._began, self._next_s = limit_s, time.monotonic(), SAY_AFTER_S
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the wait began."""
+        """Returns the seconds since the wait began."""
         return time.monotonic() - self._began
 
     @property
     def is_over(self) -> bool:
-        """Whether the limit has passed."""
+        """Returns whether the limit has passed."""
         return self.waited_s > self.limit_s
 
     @property
     def is_due(self) -> bool:
-        """Whether a line is due."""
+        """Returns whether a line is due."""
         return self.waited_s >= self._next_s
 
     def line(self, what: str) -> str:
-        """The line that is due now, empty if `what` is; the next one is due after twice the time."""
+        """Returns the line that is due now, empty if `what` is; the next one is due after twice the time."""
         self._next_s *= 2
         about, _, advice = what.partition(": ")
         return what and f"waiting for {about}, limit {duration(self.limit_s)}{advice and f': {advice}'}"
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest unit that gives a whole number, such as "3 h", "15 min" or "90 s"."""
+    """Formats a time in the largest unit that gives a whole number, such as "3 h", "15 min" or "90 s"."""
     for unit, name in ((3600, "h"), (60, "min")):
         if seconds >= unit and seconds % unit == 0:
             return f"{seconds // unit:.0f} {name}"
@@ -127,7 +127,7 @@ def _or_ranks(what: str) -> str:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[str]]:
-    """Notes the names of signals that ask the job to stop and would end this process without a word."""
+    """Records the names of signals that ask the job to stop and would end this process without a message."""
     asked: list[str] = []
 
     def note(number: int, _: FrameType | None) -> None:

@@ -3,7 +3,7 @@
 A rank that fails leaves the others waiting in a collective; with NCCL, until its timeout, hours later. So each rank has
 a thread that uses the job's key-value store over a connection of its own, and ends the process when another rank has
 failed. A rank that fails reports it in the store. A rank that was killed can't: the kernel tells the ranks of the same
-machine (by a file descriptor of the process), and a whole machine that is gone is noticed by its silence.
+machine (by a file descriptor of the process), and a machine that fails as a whole is detected by its silence.
 
 Why a launcher isn't enough: torchrun watches the ranks of its own machine only, where each prints a traceback before it
 is ended; `srun` ends the other ranks only with `--kill-on-bad-exit`, with whatever exit codes they happen to have. With
@@ -24,12 +24,12 @@ from typing import Any
 from nemo_oprd.runtime import launcher
 
 INTERVAL_S = 1.0
-# A process that is silent for this long is taken for dead. The thread needs the interpreter for moments only, so a long
+# A process that is silent for this long counts as dead. The thread holds the interpreter only briefly, so a long
 # computation doesn't silence it.
 SILENT_S = 30.0
 _STORE_GONE = "the process that holds the job's key-value store is gone"
 
-# Set by the command line: a process that runs a single command may be ended by its watchdog, a test process may not.
+# Set by the command line: the watchdog may end a process that runs a single command, but not a test process.
 enabled = False
 _current: Watchdog | None = None
 
@@ -44,19 +44,19 @@ def start() -> None:
 
 
 def attempt() -> str:
-    """Prefix of this project's keys: a job that torchrun restarts may find the store of its previous attempt."""
+    """Returns the prefix of this project's keys: a job that torchrun restarts may find its previous attempt's store."""
     return f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def current() -> Watchdog | None:
-    """This process's watchdog, None if there is none."""
+    """Returns this process's watchdog, None if there is none."""
     return _current
 
 
 class Watchdog:
     """The watchdog of one rank: a thread that ends the process when another rank has failed or died.
 
-    After `silent_s` seconds without a sign of life a rank is taken for dead.
+    After `silent_s` seconds without a heartbeat a rank counts as dead.
     """
 
     def __init__(self, rank: int, world: int, silent_s: float) -> None:
@@ -70,7 +70,7 @@ class Watchdog:
         self._store: Any = dist.TCPStore(host, port, is_master=False, timeout=timeout)
         self._prefix = attempt()
         self._ended = threading.Event()
-        # rank -> file descriptor of its process, readable once that has ended; the ranks of this machine
+        # ranks of this machine: rank -> file descriptor of its process, readable once the process has ended
         self._neighbours: dict[int, int] = {}
         self._died_early: list[int] = []
         self._store.set(f"{self._prefix}/process/{rank}", f"{_machine()} {os.getpid()}")
@@ -78,7 +78,7 @@ class Watchdog:
         self._thread.start()
 
     def fails_first(self) -> bool:
-        """Whether this rank is the one that prints why the job ends: no rank has failed before, or none is left."""
+        """Returns whether this rank prints why the job ends: no rank has failed before, or no other rank remains."""
         self._ended.set()
         try:
             return self._claim()
@@ -86,9 +86,9 @@ class Watchdog:
             return True
 
     def tell_failure(self, message: str) -> None:
-        """Lets the other ranks end, after `fails_first`; `message` is what they find in the store.
+        """Makes the other ranks end, after `fails_first`; `message` goes to them through the store.
 
-        Waits a few seconds at most until they have read it: they could take the end of this process for a death.
+        Waits a few seconds at most until they have read it: otherwise they could report this process as killed.
         """
         with suppress(RuntimeError):
             self._store.set(f"{self._prefix}/failed", f"rank {self.rank}: {message}")
@@ -97,7 +97,7 @@ class Watchdog:
                 time.sleep(0.05)
 
     def failure(self, wait_s: float = 0.0) -> str | None:
-        """The message of the job's first failure, None if there is none within `wait_s` seconds."""
+        """Returns the message of the job's first failure, None if there is none within `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while (found := self._read("failed")) is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -124,7 +124,7 @@ class Watchdog:
             time.sleep(0.02)
 
     def _claim(self) -> bool:
-        """Whether this rank prints why the job ends: the first rank that calls this."""
+        """Returns whether this rank prints why the job ends: the first rank that calls this does."""
         return self._store.compare_set(f"{self._prefix}/speaker", "", str(self.rank)).decode() == str(self.rank)
 
     def _read(self, name: str) -> str | None:
@@ -138,11 +138,11 @@ class Watchdog:
         failure, ours = None, False
         try:
             self._find_neighbours()
-            # the first rank watches all others; they watch it by the store, which ends with its process
+            # the first rank watches all others; they watch it through the store, which ends with its process
             heard = {rank: ("", time.monotonic()) for rank in range(1, self.world)} if self.rank == 0 else {}
             beat = 0
             while failure is None and not self._ended.wait(INTERVAL_S):
-                gone = self._gone()  # read before "failed": a rank that fails reports it first and ends afterwards
+                gone = self._gone()  # read before "failed": a failing rank reports it first and ends afterwards
                 failure = self._read("failed")
                 if failure is None:
                     beat += 1
@@ -181,11 +181,11 @@ class Watchdog:
                         self._neighbours[rank] = os.pidfd_open(int(pid))
                     except ProcessLookupError:
                         self._died_early.append(rank)
-                    except OSError:  # a kernel or a sandbox without pidfd: the silence has to do
+                    except OSError:  # a kernel or a sandbox without pidfd: only the silence shows a death
                         return
 
     def _dead(self) -> list[int]:
-        """Ranks of this machine whose process has ended."""
+        """Returns the ranks of this machine whose process has ended."""
         poll = select.poll()
         for descriptor in self._neighbours.values():
             poll.register(descriptor, select.POLLIN)
@@ -193,12 +193,12 @@ class Watchdog:
         return self._died_early + [rank for rank, descriptor in self._neighbours.items() if descriptor in ready]
 
     def _gone(self) -> str | None:
-        """The message about neighbours that ended before they had finished; None if there are none."""
+        """Returns the message about neighbours that ended before they had finished; None if there are none."""
         dead = [rank for rank in self._dead() if self._read(f"alive/{rank}") != "done"]
         return _gone_message(dead) if dead else None
 
     def _silent(self, heard: dict[int, tuple[str, float]]) -> str | None:
-        """Updates `heard` (rank -> last sign of life, when); the message about a rank that was silent for too long."""
+        """Updates `heard` (rank -> last heartbeat, its time); returns the message about a rank silent for too long."""
         for rank, (value, since) in heard.items():
             now = self._read(f"alive/{rank}") or ""
             if now not in (value, "done"):
@@ -214,5 +214,5 @@ def _gone_message(ranks: list[int]) -> str:
 
 
 def _machine() -> str:
-    """Names the machine and the PID namespace to which this process's id belongs."""
+    """Returns a name of the machine and the PID namespace to which this process's id belongs."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,7 +1,7 @@
-"""Judges whether two answers are equal, as text and by math-verify, and grades a boxed answer.
+"""Judges whether two answers are equal: as text, by the readings of their notation, and by math-verify.
 
-Answers are first compared as text, after removing everything that does not change an answer's meaning
-(`spelling.py`); that settles nearly all of AIME and AMC. Two plain numbers are compared by value, words by their
+`judge` first compares answers as text, after removing everything that does not change an answer's meaning
+(`spelling.py`); that settles nearly all of AIME and AMC. It compares two plain numbers by value, words by their
 letters. The others go to math-verify, restricted to its LaTeX grammar: its other parser passes whole expressions to
 Python's `eval` and finds numbers in prose. With LaTeX, sympy evaluates only number tokens (`Integer(10)`).
 
@@ -46,10 +46,10 @@ from nemo_oprd.evaluation.grading.spelling import (
     same_unit,
 )
 
-# What answers may mean beyond their spelling: plus-minus, degrees, inequalities, free integers, times of day, units.
+# Readings of notation beyond spelling: plus-minus, degrees, inequalities, free integers, times of day, units.
 #
 # `pairs` gives math-verify the readings of two answers, one of which must be equal; `settle` decides about those that
-# it would misread. A reading never drops what tells two answers apart: `\frac{1 \pm \sqrt{5}}{2}` is both of its
+# it would misread. A reading never drops a difference between two answers: `\frac{1 \pm \sqrt{5}}{2}` is both of its
 # values.
 
 
@@ -74,7 +74,7 @@ _INTEGERS = re.compile(
 _FREE = set("klmn")  # letters that stand for any integer
 _TIME = re.compile(rf"(\d{{1,2}})(?:[:.](\d\d))?\s*(?:{TEXT}\s*)?([ap])\.?\s*m\b\.?\s*\}}?", re.IGNORECASE)
 _CLOCK = re.compile(r"(\d{1,2}):(\d\d)")
-# words behind a cleaned answer that make another one of it, and that math-verify leaves out
+# words after a cleaned answer that change it, and that math-verify ignores
 _QUALIFIED = re.compile(
     rf"(?<=[\w}})\]])\s*(?:{TEXT})?\s*"
     rf"(?:{MAGNITUDES}|or\s+(?:more|less|fewer|greater|higher|lower|above|below)|and\s+a\s+(?:half|third|quarter))\b"
@@ -83,7 +83,7 @@ _RATIO = re.compile(r"-?[\d.]+(?:/[\d.]+)?(?::-?[\d.]+(?:/[\d.]+)?)+")
 
 
 def unlabelled(given: str, answer: str) -> tuple[str, str]:
-    """Both answers, without the name before the equals sign of one if the other has none: `x = 10,080`, `10080`."""
+    """Returns both answers, without the name before one's equals sign if the other has none: `x = 10,080`, `10080`."""
     if "=" not in answer and given.count("=") == 1:
         return _without_label(given), answer
     return given, _without_label(answer) if "=" not in given and answer.count("=") == 1 else answer
@@ -95,7 +95,7 @@ def _without_label(text: str) -> str:
 
 
 def settle(given: str, answer: str) -> bool | None:
-    """Whether two answers are equal by what their cleaned spelling does not show; None if that does not decide."""
+    """Returns whether two answers are equal by their readings beyond cleaned spelling; None if undecided."""
     if given.strip() == answer.strip():
         return None
     time = _same_time(given, answer)
@@ -116,7 +116,7 @@ def settle(given: str, answer: str) -> bool | None:
 
 
 def pairs(given: str, answer: str) -> Iterator[tuple[str, str]]:
-    """The (reference, given) for math-verify, one of which must be equal: what was written, and what it may mean."""
+    """Yields (reference, given) pairs for math-verify, one of which must be equal: as written, and by each reading."""
     wanted, found = clean(answer), clean(given)
     wanted, found = _in_order(wanted, found), _in_order(found, wanted)
     yield wanted, found
@@ -136,7 +136,7 @@ def pairs(given: str, answer: str) -> Iterator[tuple[str, str]]:
 
 
 def _are_of_one_variable(wanted: str, found: str, intervals: tuple[str, str]) -> bool:
-    """Whether two answers, of which one at least is an inequality, can be compared as intervals."""
+    """Returns whether two answers, of which one at least is an inequality, can be compared as intervals."""
     if intervals == (wanted, found) or not all(map(is_interval, intervals)):
         return False
     if intervals[0] == wanted or intervals[1] == found:
@@ -145,7 +145,7 @@ def _are_of_one_variable(wanted: str, found: str, intervals: tuple[str, str]) ->
 
 
 def _in_order(one: str, other: str) -> str:
-    """A cleaned list in round brackets, if the other answer has them: math-verify compares lists as sets."""
+    """Puts a cleaned list in round brackets, if the other answer has them: math-verify compares lists as sets."""
     if not (_is_tuple(other) and other.strip().startswith("(") and other.strip().endswith(")")):
         return one
     if _is_tuple(one) or _is_set(one) or _SIGN.search(one) or _BOUND.search(one):
@@ -155,7 +155,7 @@ def _in_order(one: str, other: str) -> str:
 
 
 def _meaning(text: str, other: str) -> str:
-    """A cleaned answer with its degrees in radians, where the other answer has them, and exact exponents."""
+    """Converts degrees to radians where the other answer or a function needs them, and exponents to exact ones."""
     marked = _DEGREES.sub(_DEGREE, text)
     if _DEGREE in marked and (_PI.search(other) or _TRIGONOMETRY.search(text)):
         radians = _IN_DEGREES.sub(r"(\\frac{\1}{180}\\pi)", clean(marked))
@@ -171,7 +171,7 @@ def _meaning(text: str, other: str) -> str:
 
 
 def _exact_exponent(found: re.Match[str]) -> str:
-    r"""Example: `^{0.5}` -> `^{\frac{1}{2}}`."""
+    r"""Converts a decimal exponent. Example: `^{0.5}` -> `^{\frac{1}{2}}`."""
     value = Fraction(found[1] or found[2])
     sign = "-" if value < 0 else ""
     return rf"^{{{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}}}"
@@ -181,7 +181,7 @@ def _exact_exponent(found: re.Match[str]) -> str:
 
 
 def _without_integers(text: str) -> str:
-    r"""A cleaned answer without the remark at its end that a letter is any integer, `k \in \mathbb{Z}`."""
+    r"""Removes the remark at the end of a cleaned answer that a letter is any integer, `k \in \mathbb{Z}`."""
     found = _last_match(text)
     return text if found is None else text[: found.start()]
 
@@ -195,9 +195,9 @@ def _last_match(text: str) -> re.Match[str] | None:
 
 
 def _with_the_letter_of(wanted: str, found: str) -> str:
-    r"""`found` with its free integer named as that of `wanted`: `2n\pi` for `2k\pi`.
+    r"""Renames the free integer of `found` to that of `wanted`: `2n\pi` for `2k\pi`.
 
-    A letter is one if it is the only one of k, l, m and n in an answer with pi, or if the answer says so.
+    A letter is a free integer if it is the only one of k, l, m and n in an answer with pi, or by the answer's remark.
     """
     ours, theirs = _free_integer(found), _free_integer(wanted)
     if ours is None or theirs is None or ours == theirs or theirs in _letters(found):
@@ -221,7 +221,7 @@ def _letters(text: str) -> set[str]:
 
 
 def _each_sign(text: str) -> str | None:
-    r"""A cleaned answer as the list of its values with each sign; None without plus-minus, or with too many.
+    r"""Returns a cleaned answer as the list of its values with each sign; None without plus-minus, or with too many.
 
     The signs of one value are chosen freely, `(\pm 1, \pm 2)` is four points, unless it has `\mp`: then all upper or
     all lower signs belong together.
@@ -254,7 +254,7 @@ def _with_signs(element: str, choice: tuple[bool, ...]) -> str:
 
 
 def _elements(text: str) -> list[str]:
-    """The values of a cleaned list or set, each without the name before its equals sign."""
+    """Returns the values of a cleaned list or set, each without the name before its equals sign."""
     text = text.strip()
     if _is_set(text):
         text = text[2:-2]
@@ -269,30 +269,30 @@ def _elements(text: str) -> list[str]:
 
 
 def _depths(text: str) -> Iterator[tuple[re.Match[str], int]]:
-    """Each bracket and comma of a text with the number of brackets that are open behind it."""
+    """Yields each bracket and comma of a text with the number of brackets that are open after it."""
     depth = 0
     for token in re.finditer(r"\\[{}]|\\[a-zA-Z]+|[][(){},]", text):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.group()[-1], 0)
         yield token, depth
 
 
-# --- what decides without math-verify ---------------------------------------------------------------------------------
+# --- decisions without math-verify -- ---------------------------------------------------------------------------------
 
 
 def _is_set(text: str) -> bool:
-    r"""Whether the whole answer is one `\{...\}`."""
+    r"""Returns whether the whole answer is one `\{...\}`."""
     return _spans(clean(text).strip(), r"\{", r"\}")
 
 
 def _is_tuple(text: str) -> bool:
-    """Whether the whole answer is one pair of brackets with at least two entries: a point or an interval."""
+    """Returns whether the whole answer is one pair of brackets with at least two entries: a point or an interval."""
     cleaned = clean(text).strip()
     is_one = any(_spans(cleaned, first, last) for first, last in itertools.product("([", ")]"))
     return is_one and len(_elements(cleaned[1:-1])) > 1
 
 
 def _spans(text: str, first: str, last: str) -> bool:
-    """Whether the bracket at the start of a text closes at its end."""
+    """Returns whether the bracket at the start of a text closes at its end."""
     if not (text.startswith(first) and text.endswith(last)):
         return False
     closing = next((token for token, depth in _depths(text) if depth == 0), None)
@@ -300,7 +300,7 @@ def _spans(text: str, first: str, last: str) -> bool:
 
 
 def _is_point_against_signs(one: str, other: str) -> bool:
-    r"""Whether one answer is a point or an interval, and the other one two values: `(-5, 5)` and `\pm 5`."""
+    r"""Returns whether one answer is a point or an interval, and the other one two values: `(-5, 5)` and `\pm 5`."""
     if not _is_tuple(one) or _SIGN.search(one) or _is_tuple(other):
         return False
     values = _elements(clean(other))
@@ -308,7 +308,7 @@ def _is_point_against_signs(one: str, other: str) -> bool:
 
 
 def _same_time(given: str, answer: str) -> bool | None:
-    """Whether two times of day are equal, if one of them says which half of the day it means."""
+    """Returns whether two times of day are equal, if one of them names its half of the day."""
     found, wanted = _time(given), _time(answer)
     if wanted is not None and found is None and wanted[2]:
         return False
@@ -320,7 +320,7 @@ def _same_time(given: str, answer: str) -> bool | None:
 
 
 def _time(text: str) -> tuple[int, int, str] | None:
-    """(Hour, minute, "a", "p" or "")."""
+    """Returns (hour, minute, "a", "p" or "")."""
     plain = re.sub(r"\$|\\[,;: !]|~", " ", text).strip().rstrip(".").strip()
     found = _TIME.fullmatch(plain)
     if found:
@@ -335,7 +335,7 @@ def _minutes(time: tuple[int, int, str]) -> int:
 
 
 def _same_ratio(given: str, answer: str) -> bool | None:
-    """Whether two ratios of numbers are equal, if one has three parts or more: `1:2:3` is no quotient."""
+    """Returns whether two ratios of numbers are equal, if one has three parts or more: `1:2:3` is no quotient."""
     found, wanted = (
         each.split(":") if _RATIO.fullmatch(each) else [] for each in (canonical(given), canonical(answer))
     )
@@ -360,13 +360,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether an answer equals the reference.
+    """The result of comparing an answer with the reference.
 
     Attributes:
         correct: the verdict: `text`, or else `math_verify`.
         text: whether the two are equal as canonical text, as words or as decimal numbers.
-        math_verify: its verdict; None if it was not asked or did not decide within its limits.
-        undecided: math-verify was asked and did not decide; the comparison as text is then the verdict.
+        math_verify: its verdict; None if it was not used or did not decide within its limits.
+        undecided: math-verify was used and did not decide; the comparison as text is then the verdict.
     """
 
     correct: bool
@@ -376,15 +376,15 @@ class Judgement:
 
 
 def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False) -> Judgement:
-    r"""Whether `given` equals the reference `answer`.
+    r"""Judges whether `given` equals the reference `answer`.
 
     A percentage equals its number of percent and its value: 50\%, 50 and 0.5. May be called from any thread. An answer
     of more than 1,000 characters is wrong. An expression that math-verify cannot decide within 10 seconds and 4 GiB is
-    compared as text; a warning is logged, because the grade then depends on the machine.
+    compared as text, and `judge` logs a warning, because the grade then depends on the machine.
 
     Args:
-        both: also ask math-verify where the texts are equal, to find where the two disagree.
-        by_text: never ask math-verify.
+        both: also use math-verify if the texts are equal, to find disagreements of the two.
+        by_text: never use math-verify.
 
     Raises:
         RuntimeError: math-verify is needed, but does not start, for example because it is missing.
@@ -411,7 +411,7 @@ def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False)
 
 
 def _ask(readings: Iterator[tuple[str, str]]) -> bool | None:
-    """Whether a pair is equal by math-verify; None if none is, and it did not decide one."""
+    """Returns whether a pair is equal by math-verify; None if none is, and it did not decide one."""
     undecided = False
     for pair in readings:
         verdict = _VERIFIER.equivalent(*pair)
@@ -430,12 +430,12 @@ class _Verifier:
         self._owner = 0
 
     def equivalent(self, answer: str, given: str) -> bool | None:
-        """math-verify's verdict; None if it reached its limit of time or memory."""
+        """Returns math-verify's verdict; None if it reached its limit of time or memory."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # the reply is then empty, and the exit code tells the reason
+            with contextlib.suppress(BrokenPipeError):  # the reply is then empty, and the exit code shows the reason
                 process.stdin.write(json.dumps([answer, given]) + "\n")
                 process.stdin.flush()
             reply = process.stdout.readline()
@@ -452,11 +452,11 @@ class _Verifier:
         return None
 
     def _running(self) -> subprocess.Popen[str]:
-        """The running child. `_owner` is its parent: a forked process must not write into its parent's pipe."""
+        """Returns the running child. `_owner` is its parent: a forked process must not write into its parent's pipe."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None or self._owner != os.getpid():
-            # -P keeps this folder off the import path, where metrics.py would shadow other modules of that name.
+            # -P keeps this folder off the import path, where its files would shadow other modules of their names.
             command = [sys.executable, "-P", str(_CHILD), str(TIME_LIMIT_S), str(MEMORY_LIMIT_BYTES)]
             # A signal to the whole job must not end the child before the child ignores such signals: the child starts
             # with them blocked and unblocks them once they are ignored.

@@ -1,7 +1,7 @@
-r"""Finds the final answer in the text of a response; nothing here compares answers.
+r"""Finds the final answer in the text of a response; `equality.py` compares answers.
 
-Text that is marked as reasoning is no answer: after `</think>` only what follows it is read, and after a `<think>` that
-is never closed nothing is. A response without such marks is read whole.
+Text that is marked as reasoning is no answer: these functions read only the text after `</think>`, and no text after a
+`<think>` that is never closed. They read a response without such marks whole.
 
 Boxes side by side are one answer: `\boxed{1}, \boxed{2} and \boxed{3}` is `1, 2, 3`. Only commas, `and`, `or` and
 spaces may stand between them; a box in another sentence, or behind other words or operators, is an answer of its own.
@@ -23,8 +23,8 @@ _ANSWER = re.compile(r"\banswer\s*(?:[*_]{1,3}\s*)?(?:is\s*)?:", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"\banswer\s+is\b(?!\s*:)", re.IGNORECASE)
 _NUMBER_BEGINS = r"(?:[dtc]?frac\s*\{?\s*-?)?\.?\d"
 _STATED_NUMBER = re.compile(r"[\s*_$(\\]*[-+\N{MINUS SIGN}]?\s*[\\$]*(?:\(\s*)?" + _NUMBER_BEGINS)
-_STATEMENT = 500  # characters of what follows `answer is`, or a number in prose
-_CONDITION_LENGTH = 30  # characters before `answer` in which one may stand
+_STATEMENT = 500  # maximum characters after `answer is`, or of a number in prose
+_CONDITION_LENGTH = 30  # maximum characters before `answer` in a line
 _CONDITION = re.compile(r"\b(?:if|whether|assume|suppose|say)\s+(?:that\s+)?(?:the|your|my|our)?\s*\Z", re.IGNORECASE)
 # `####` before an answer, as GSM8K writes it; at the start of a line it also begins a heading of Markdown
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*")
@@ -62,7 +62,7 @@ _LETTER = re.compile(
     r"([\s(\[*_$]*+)(?:(?i:option|choice|letter)\b[\s:(\[*_$]*+)?"
     r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{[\s(*]*+)?([A-Za-z])(?![A-Za-z0-9'^+*/=-])"
 )
-# what may stand between two boxes of one answer, perhaps before the name of the second one (`y =`)
+# text allowed between two boxes of one answer, perhaps before the name of the second one (`y =`)
 _GAP_LENGTH = 120
 _NAME = r"[A-Za-z](?:_(?:\w|\{\w+\}))?\s*=\s*"
 _AND = (
@@ -75,7 +75,7 @@ _JOINS, _SEPARATES = re.compile(r"(?<!\\)[,;]|(?i:\b(?:and|or)\b)"), re.compile(
 _NAME_BEFORE = re.compile(rf"(?<![\w\\+*/^=<>)}}\]-])({_NAME})\Z")
 _OPENS_BEFORE = re.compile(r"(?<!\\)([(\[]|\\\{)\s*\Z")
 _CLOSES_BEHIND = re.compile(r"\s*(?:\\right(?![a-zA-Z])\s*)?([)\]]|\\\})")
-_ROUNDS = 20  # of removing what surrounds an answer; nobody wraps an answer more often
+_ROUNDS = 20  # maximum rounds of removing marks around an answer; more do not occur
 _WRAPPED = tuple(
     re.compile(rf"{re.escape(opening)}((?:(?!{re.escape(closing)}).)+){re.escape(closing)}", re.DOTALL)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("`", "`"), ('"', '"'))
@@ -83,7 +83,7 @@ _WRAPPED = tuple(
 
 
 def final_part(text: str) -> str:
-    """What follows the reasoning: the text after the last `</think>`, nothing after a last `<think>`, else all."""
+    """Returns the part after the reasoning: the text after the last `</think>`, "" after a last `<think>`, else all."""
     last = _last(_THINK, text)
     if last is None:
         return text
@@ -98,10 +98,10 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
+    """Returns the content of the last `\\boxed{...}` whose braces balance, stripped; None if there is none.
 
     Boxes side by side are one list, with the brackets around them and, if all have one, the names before them. A box
-    that is written again counts once. Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off
+    that is repeated counts once. Escaped braces (`\\{`, `\\}`) are content. A box that the length limit cuts off
     is ignored.
 
     Example: `extract_boxed(r"$x = \\boxed{1}$ and $y = \\boxed{2}$.") == "x = 1, y = 2"`.
@@ -111,7 +111,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 class _Box(NamedTuple):
-    """A box: where its command begins, and where its content begins and ends."""
+    """A box: the start of its command, and the start and end of its content."""
 
     command: int
     start: int
@@ -119,10 +119,10 @@ class _Box(NamedTuple):
 
 
 def _last_boxes(text: str) -> list[_Box]:
-    """The last box, after those that stand side by side with it."""
+    """Returns the last box, after those side by side with it."""
     last: _Box | None = None
     closed: _Box | None = None  # the box that ends last so far
-    before: dict[int, _Box] = {}  # a box's command -> the box with which it stands side by side
+    before: dict[int, _Box] = {}  # a box's command -> the box side by side with it
     open_braces: list[tuple[int, int] | None] = []  # (command, start) of each open box; None for another brace
     for token in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
         if token.group() == "}" and open_braces:
@@ -143,13 +143,13 @@ def _last_boxes(text: str) -> list[_Box]:
 
 
 def _are_one_answer(text: str, end: int, begin: int) -> bool:
-    """Whether the text between two boxes joins them: spaces in one line of one formula, or a comma, `and` or `or`."""
+    """Returns whether the text between two boxes joins them: spaces in a line and formula, or a comma, `and`, `or`."""
     found = _GAP.fullmatch(text, end, begin) if begin - end <= _GAP_LENGTH else None
     return found is not None and bool(_JOINS.search(found[1]) or not _SEPARATES.search(found[1]))
 
 
 def _content(text: str, boxes: list[_Box]) -> str:
-    """What is in boxes that stand side by side, as one answer."""
+    """Joins the contents of boxes side by side to one answer."""
     contents = [text[box.start : box.end].strip() for box in boxes]
     places = [text[max(0, box.command - _GAP_LENGTH) : box.command] for box in boxes]
     names = [found[1] if (found := _NAME_BEFORE.search(place)) else "" for place in places]
@@ -166,7 +166,7 @@ def _content(text: str, boxes: list[_Box]) -> str:
 
 
 def extract_answer_line(text: str) -> str | None:
-    """What follows the last `Answer:`, to the end of its line; None if there is none or nothing follows.
+    """Returns the text after the last `Answer:`, to the end of its line; None if there is none.
 
     Case does not matter and words may precede (`Final answer: 5`). If the line ends after the colon, the next line that
     is not blank holds the answer. A box in the answer is opened, and dollar signs, bold type and a final period around
@@ -179,7 +179,7 @@ def extract_answer_line(text: str) -> str | None:
 
 
 def _rest_of_line(text: str, start: int) -> str:
-    """The first line from `start` that is not blank, unwrapped; a display formula is read to its end."""
+    """Returns the first line from `start` that is not blank, unwrapped; a display formula up to its end."""
     rest = text[start:].lstrip("*_ \t\r\n")
     for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):
         if rest.startswith(opening):
@@ -192,7 +192,7 @@ def _rest_of_line(text: str, start: int) -> str:
 
 
 def unwrap(line: str) -> str:
-    """An answer without what people put around it: `**$5$**.` -> `5`; a box in it is opened."""
+    """Removes usual marks around an answer: `**$5$**.` -> `5`; replaces a box in it by its content."""
     boxed = extract_boxed(line)
     if boxed is not None:
         return boxed
@@ -208,13 +208,13 @@ def unwrap(line: str) -> str:
 
 
 def extract_answer_line_or_boxed(text: str) -> str | None:
-    """The last `Answer:` line, and without one the last box."""
+    """Returns the last `Answer:` line, and without one the last box."""
     line = extract_answer_line(text)
     return extract_boxed(text) if line is None else line
 
 
 def extract_number(text: str) -> str | None:
-    r"""The final number: in the last box, `Answer:`, `answer is` or `####` line, whichever is last; else the last one.
+    r"""Returns the number at the last mark (box, `Answer:`, `answer is` or `####`); without a mark, the last number.
 
     It is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number, and what is marked as the
     answer and is no number, such as `3\sqrt{2}` or two boxes side by side, is none. A heading of Markdown that begins
@@ -236,7 +236,7 @@ def _spelling(text: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number of a prose text, with the whole formula in which it stands; digits inside words do not count."""
+    """Returns the last number of a prose text, with the whole formula around it; digits inside words do not count."""
     for run in reversed(list(_RUN.finditer(text))):
         start = run.start()
         rest = text[run.end() : run.end() + _STATEMENT].partition("\n")[0]
@@ -248,12 +248,12 @@ def _last_number(text: str) -> str | None:
 
 
 def marked_number(text: str) -> str | None:
-    """What is marked as the answer by a box, `Answer:`, or by `####` or `answer is` before a number; None without."""
+    """Returns the text marked as answer: by a box, `Answer:`, or `####` or `answer is` before a number; else None."""
     return _last_marked(text, (_ends_of(_ANSWER), _ends_of_hashes, _ends_of_statements), several="")
 
 
 def _ends_of_statements(text: str) -> Iterator[int]:
-    """The ends of each `answer is` that a number follows, and that is no condition ("if the answer is 5")."""
+    """Yields the ends of each `answer is` before a number that is no condition ("if the answer is 5")."""
     for found in _ANSWER_IS.finditer(text):
         line_end = text.find("\n", found.end())
         line = text[found.end() : min(found.end() + _STATEMENT, len(text) if line_end < 0 else line_end)]
@@ -266,7 +266,7 @@ def _ends_of_statements(text: str) -> Iterator[int]:
 
 
 def _ends_of_hashes(text: str) -> Iterator[int]:
-    """The ends of each `####` that marks a number as the answer."""
+    """Yields the ends of each `####` that marks a number as the answer."""
     for found in _HASHES.finditer(text):
         end = found.end()
         if found.start() and text[found.start() - 1] != "\n":
@@ -280,7 +280,7 @@ def _ends_of_hashes(text: str) -> Iterator[int]:
 
 
 def extract_choice(text: str) -> str | None:
-    """The letter of a multiple-choice answer, in upper case: in the last box, `Answer:`, `answer is` or `####`.
+    """Returns the letter of a multiple-choice answer, in upper case: in the last box, `Answer:`, `answer is` or `####`.
 
     A response that is nothing but a letter is that letter. Other letters in prose are no answers: "A" starts sentences,
     and "the answer is a bit tricky" names none. `####` counts before a letter that is alone in its line.
@@ -300,18 +300,18 @@ def extract_choice(text: str) -> str | None:
 
 
 def _is_article(marked: str, letter: re.Match[str]) -> bool:
-    """Whether the letter may be a word of a sentence, as in "a bit": small, bare, and followed by another word."""
+    """Returns whether the letter may be a word of a sentence, as in "a bit": small, bare, and before another word."""
     return letter[2].islower() and not letter[1].strip() and re.match(r"\s+\w", marked[letter.end() :]) is not None
 
 
 def extract_exact(text: str) -> str | None:
-    """The content of the last box or `Answer:` line, whichever is last; without any, the whole response."""
+    """Returns the content of the last box or `Answer:` line, whichever is last; without any, the whole response."""
     marked = _last_marked(text, (_ends_of(_ANSWER),))
     return (unwrap(text) if marked is None else marked) or None
 
 
 def reference(answer: str) -> str:
-    """The final answer of a reference answer: what `####` or `Answer:` marks in its last line, else all of it.
+    """Returns the final answer of a reference answer: the part after `####` or `Answer:` in its last line, else all.
 
     Example: `reference("She has 4 + 3 = 7 eggs.\\n#### 7") == "7"`.
     """
@@ -319,7 +319,7 @@ def reference(answer: str) -> str:
 
 
 def form(answer: str) -> str | None:
-    """The grader that the form of a reference answer names; None for a final answer alone, which fits most graders.
+    """Returns the grader for the form of a reference answer; None for a final answer alone, which fits most graders.
 
     A worked solution that ends with `#### 7`, as those of GSM8K, names `number`, one with `#### C` names `choice`, and
     one that ends with `Answer: 7` names `answer_line_or_boxed`.
@@ -333,7 +333,7 @@ def form(answer: str) -> str | None:
 
 
 def _marked_end(answer: str) -> tuple[str, str]:
-    """(`####` or `Answer:`, what it marks in the last line), both empty without such a mark."""
+    """Returns (`####` or `Answer:`, the text that it marks in the last line), both empty without such a mark."""
     hashed = _HASHED_END.search(answer)
     if hashed is not None:
         return "####", hashed[1]
@@ -350,7 +350,7 @@ def _ends_of(mark: re.Pattern[str]) -> Callable[[str], Iterator[int]]:
 def _last_marked(
     text: str, marks: tuple[Callable[[str], Iterator[int]], ...], several: str | None = None
 ) -> str | None:
-    """The content of the last box or what follows the last mark in its line, whichever stands later.
+    """Returns the content of the last box or the text after the last mark in its line, whichever is later.
 
     Args:
         several: returned in place of the content of different boxes side by side.
@@ -366,7 +366,7 @@ def _last_marked(
 
 
 def numbers_in(text: str) -> list[str]:
-    """The numbers in a text as people write them, in its order, without dollar and plus signs."""
+    """Returns the numbers in a text as people write them, in its order, without dollar and plus signs."""
     text = text.replace(r"\$", "$").replace("{,}", ",").replace(r"\!", "")
     found = (match.group() for match in _NUMBER.finditer(text))
     return [

@@ -1,8 +1,8 @@
-"""The grade step: responses of a set -> grades/SET.jsonl, disagreements/SET.jsonl and metrics. Imports no torch.
+"""Grades the responses of a set: writes grades/SET.jsonl, disagreements/SET.jsonl and metrics. Imports no torch.
 
-Grades are appended to `grades/.SET.part.jsonl` as they are made. A process that is killed goes on there at the next
-start, if responses, reference answers and graders are the same. The part is removed by `finish`, after the metrics are
-written; until then a set that is complete is not graded twice.
+`grade_set` appends grades to `grades/.SET.part.jsonl`. The next start after a killed process continues there, if
+responses, reference answers and graders are the same. `finish` removes the part after it has written the metrics; until
+then a complete set is not graded twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from nemo_oprd.runtime.files import read_json, write_atomically
 logger = logging.getLogger(__name__)
 
 EVERY_S = 15.0
-# of a line of the grades: the type of what it holds, and its name in messages
+# fields of a line of the grades: type, and name of the type in messages
 _FIELDS = {
     "problem": (int, "a whole number"),
     "sample": (int, "a whole number"),
@@ -81,7 +81,7 @@ class GradedSet:
         return intervals.per_problem(self.samples, self.k)
 
     def statement(self) -> list[str]:
-        """What a reader must know about the grades, in one line each."""
+        """Returns the facts about the grades that a reader needs, one line each."""
         by = ", ".join(f"{name} ({count} responses)" for name, count in self.graders.items())
         lines = [f"{self.name}: graded by {by}"]
         if self.undecided:
@@ -101,7 +101,7 @@ class GradedSet:
 
 
 def grade_set(directory: Path, name: str, responses: Sequence[Response], choice: GraderChoice) -> GradedSet:
-    """Grades a set, with what an interrupted grading left, and writes its grades and disagreements.
+    """Grades a set, continuing an interrupted grading, and writes its grades and disagreements.
 
     Args:
         directory: of the evaluation.
@@ -198,7 +198,7 @@ def check_comparable(name: str, after: Side, before: Side) -> None:
 
 
 def compare(after: Iterable[GradedSet], before: Iterable[GradedSet]) -> dict[str, dict[str, intervals.Difference]]:
-    """Set -> metric -> paired difference of two evaluations, for the sets that both have.
+    """Returns set -> metric -> paired difference of two evaluations, for their common sets.
 
     Raises:
         ValueError: as `check_comparable`.
@@ -213,10 +213,10 @@ def compare(after: Iterable[GradedSet], before: Iterable[GradedSet]) -> dict[str
 
 
 def read_graded(directory: Path) -> dict[str, GradedSet]:
-    """Set -> its grades, as the files of a finished evaluation have them; nothing is graded.
+    """Reads set -> its grades in the files of a finished evaluation, without grading.
 
     Raises:
-        ValueError: a file is missing or damaged, or grades and responses are not of each other.
+        ValueError: a file is missing or damaged, or grades and responses do not match.
     """
     found, fix = {}, "grade again with `nemo-oprd grade`"
     for file in sorted((directory / GRADES).glob("[!.]*.jsonl")):
@@ -234,7 +234,7 @@ def read_graded(directory: Path) -> dict[str, GradedSet]:
 
 
 def _wrong_field(record: Mapping[str, Any]) -> str | None:
-    """The first field of a grade that is missing or holds another kind of value; None if the grade is whole."""
+    """Returns the first field of a grade that is missing or has another type; None if the grade is complete."""
     return next((k for k, (kind, _) in _FIELDS.items() if k not in record or not isinstance(record[k], kind)), None)
 
 
@@ -251,7 +251,7 @@ def check_answers(name: str, responses: Sequence[Response], graders: Sequence[Gr
 
 
 def samples_per_problem(name: str, responses: Sequence[Response]) -> int:
-    """The k of a set. Raises ValueError if there are no responses, or a problem lacks some or has one twice."""
+    """Returns the k of a set. Raises ValueError if there are no responses, or a problem lacks some or has one twice."""
     counts = Counter(response.problem for response in responses)
     if not counts:
         raise ValueError(f"{name}: no responses, expected at least one; sample some with `evaluate`")
@@ -275,7 +275,7 @@ def _part(directory: Path, name: str) -> Path:
 
 
 def _key(responses: Sequence[Response], graders: Sequence[Grader]) -> str:
-    """Changes whenever a grade may change."""
+    """Returns a digest that changes whenever a grade may change."""
     digest, keys = hashlib.sha256(), dict[str, str]()
     for response, grader in zip(responses, graders, strict=True):
         if grader.name not in keys:
@@ -286,9 +286,9 @@ def _key(responses: Sequence[Response], graders: Sequence[Grader]) -> str:
 
 
 def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> list[dict[str, Any]]:
-    """The grades of an interrupted grading of the same responses by the same graders; the part then ends with them.
+    """Returns grades of an interrupted grading of equal responses by equal graders; truncates the part after them.
 
-    They are kept up to the first line that is damaged or is not the grade of the response in its place.
+    It keeps them up to the first line that is damaged or is not the grade of the response in its place.
     """
     if not part.exists():
         return []
@@ -310,7 +310,7 @@ def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> lis
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    """The object in a line; {} if a process was killed while it wrote the line."""
+    """Returns the object in a line; {} if a process was killed while it wrote the line."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else {}
     except ValueError:
@@ -319,7 +319,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _log_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> None:
-    """Says that the grades on disk are of other graders, which are replaced as a whole."""
+    """Logs that the grades on disk come from other graders and will be replaced as a whole."""
     file = directory / GRADES / f"{name}.jsonl"
     if file.exists():
         before = {str(record.get("grader")) for _, record in read_lines(file, "a grade", "remove that file")}
@@ -330,7 +330,7 @@ def _log_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> No
 
 
 def _record(response: Response, grader: Grader, grade: Grade) -> dict[str, Any]:
-    """A line of the part: that of the grades, and how the answer was compared if math-verify was asked."""
+    """Returns a line of the part: the line of the grades, and the comparison if math-verify was used."""
     values = response.problem, response.sample, grade.extracted, grade.correct, grader.name
     record: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
     judgement = grade.judgement
@@ -361,9 +361,9 @@ def _write_disagreements(
 
 def _sample(response: Response, record: Mapping[str, Any]) -> Sample:
     extracted = record["extracted"]
-    # an empty box is no answer, but a user's grader that returns a bare bool has seen some answer
+    # an empty box is no answer, but a bare bool of a user's grader counts as an answer
     none = extracted is None or (not extracted and not is_import_path(record["grader"]))
-    # a text that is too long to be an answer is compared with others as it is written
+    # a text that is too long for an answer is compared with others literally
     spelling = extracted if none or len(extracted) > MAX_CHARACTERS else canonical(extracted)
     facts = response.truncated, response.subject, response.level
     vote = None if none else spelling

@@ -1,8 +1,8 @@
-"""The graders by name, the grader of each data source, and graders of a user's own. Imports no torch.
+"""The built-in graders by name, the grader of each data source, and users' own graders. Imports no torch.
 
-A grader takes the text of a response and the reference answer, and says what answer it found and whether that is right.
+A grader takes a response's text and the reference answer, and returns the answer that it found and whether it is right.
 `MODULE:FUNCTION` names a function of the user's, which is imported from Python's path or from the working directory.
-docs/evaluation.md says what such a function looks like.
+docs/evaluation.md describes such a function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_oprd.evaluation.grading.equality import Judgement, judge
 from nemo_oprd.evaluation.grading.spelling import canonical, is_number, is_percentage
 from nemo_oprd.losses.import_path import import_function, is_import_path
 
-# increase when a built-in grader gives another grade for the same response: kept partial grades are then not used
+# increase when a built-in grader changes a grade of the same response: partial grades on disk are then not used
 VERSION = 4
 DEFAULT = "boxed"
 JUDGES = ("math_verify", "text")
@@ -38,7 +38,7 @@ class Grade:
     Attributes:
         extracted: the answer in the response; None if the grader found none.
         correct: whether it is right.
-        judgement: how it was compared; None where the grader decided without `judge`.
+        judgement: the comparison; None if the grader decided without `judge`.
     """
 
     extracted: str | None
@@ -63,14 +63,14 @@ class Grader(Protocol):
 
 @dataclass(frozen=True)
 class _Builtin:
-    """What a built-in grader extracts, how it compares, and what its reference answers look like.
+    """The functions of a built-in grader: extraction, comparison, and reading of reference answers.
 
     Attributes:
         summary: for messages.
         extract: finds the answer in the final part of a response.
-        compare: whether an answer equals what `reference` returned; None leaves that to math-verify.
-        mathematical: whether math-verify takes part.
-        reference: what answers are compared with, from the reference answer; None where that is not as `expected`.
+        compare: returns whether an answer equals the result of `reference`; None leaves that to math-verify.
+        mathematical: whether it uses math-verify.
+        reference: returns the value to compare with, from the reference answer; None if that is not as `expected`.
     """
 
     summary: str
@@ -91,7 +91,7 @@ def _math_verify_version() -> str:
 
 @lru_cache(maxsize=100_000)
 def _judged(extracted: str, answer: str, by_text: bool) -> Judgement:
-    """Most samples of a problem give one of a few answers, and math-verify takes milliseconds for each."""
+    """Judges with a cache: a problem's samples give few different answers; math-verify takes milliseconds for each."""
     return judge(extracted, answer, both=True, by_text=by_text)
 
 
@@ -101,7 +101,7 @@ def _letter(answer: str) -> str | None:
 
 @lru_cache(maxsize=100_000)
 def _number(answer: str) -> str | None:
-    """The number of a reference answer: an expression itself, and what a text marks, or the only number in a text."""
+    """Returns the number of a reference answer: an expression itself, the marked number of a text, or its only one."""
     if is_number(canonical(answer)):  # also with a unit; a percentage must stay one
         return answer
     if extraction.marked_number(answer) is not None:
@@ -114,7 +114,7 @@ def _number(answer: str) -> str | None:
 
 @lru_cache(maxsize=100_000)
 def _same_number(given: str, answer: str) -> bool | None:
-    """Whether two numbers are equal, exactly; None if the reference is an expression that is no plain number."""
+    """Returns whether two numbers are exactly equal; None if the reference is an expression that is no plain number."""
     found, wanted = numerals.read(given), numerals.read(answer)
     if found is None or wanted is None:
         return None
@@ -153,7 +153,7 @@ BUILTIN: dict[str, _Builtin] = {
         mathematical=False,
     ),
 }
-# the data sources whose prompts ask for another form than a box, as their files name them
+# the data sources, by their names in files, whose prompts ask for another form than a box
 DATA_SOURCES = {"math_dapo": "answer_line_or_boxed", "openai/gsm8k": "number", "gsm8k": "number"}
 
 
@@ -204,13 +204,13 @@ class OwnGrader:
 
     @property
     def key(self) -> str:
-        """Contains a digest of the function's file, so that grades of an earlier version are not kept."""
+        """Returns a key with a digest of the function's file, so that grades of an earlier version are not kept."""
         source = inspect.getsourcefile(inspect.unwrap(self.function))
         content = Path(source).read_bytes() if source else b""
         return f"{self.name} {hashlib.sha256(content).hexdigest()[:12]}"
 
     def check(self, answer: str) -> None:
-        """Tries the function on an empty response."""
+        """Calls the function on an empty response."""
         self("", answer)
 
     def __call__(self, response: str, answer: str) -> Grade:
@@ -225,7 +225,7 @@ class OwnGrader:
                 f"grader {self.name} returned {result!r} for answer {answer!r}, expected a bool, or (bool, text of the "
                 "answer that it found or None); correct the function (docs/evaluation.md)"
             )
-        # a bare bool does not say whether there was an answer: it counts as gradable
+        # a bare bool does not show whether there was an answer: it counts as gradable
         shown = extracted if isinstance(result, tuple) else ""
         return Grade(shown, bool(correct))
 
@@ -234,7 +234,7 @@ def check_name(key: str, name: str) -> None:
     """Checks the name of a grader; imports nothing.
 
     Args:
-        key: where the name was given, for the message. Example: "evaluation.graders.aime24".
+        key: the origin of the name, for the message. Example: "evaluation.graders.aime24".
 
     Raises:
         ValueError: `name` is neither a built-in grader nor MODULE:FUNCTION.
@@ -261,7 +261,7 @@ def check_judge(key: str, judge: str) -> None:
 
 
 def resolve(key: str, name: str, judge: str = "math_verify") -> Grader:
-    """The grader of that name; a user's own is imported.
+    """Returns the grader of that name; imports a user's own.
 
     Raises:
         ValueError: as `check_name`, or there is no such function, or it can't be called with (response, answer).
@@ -283,12 +283,12 @@ def resolve(key: str, name: str, judge: str = "math_verify") -> Grader:
 class GraderChoice:
     """Chooses the grader of a response: by its set where one was named, else by its data source, else `boxed`.
 
-    In place of `boxed`, `read` takes the grader that the form of a data source's answers names.
+    In place of `boxed`, `read` takes the grader for the form of a data source's answers.
 
     Args:
         named: set -> name of a grader; "" stands for all sets that are not named.
         judge: `math_verify`, or `text` for comparison as text alone.
-        key: where the names were given, for messages; a set's name is inserted for {}.
+        key: the origin of the names, for messages; a set's name replaces {}.
     """
 
     def __init__(
@@ -321,12 +321,12 @@ class GraderChoice:
         return lines
 
     def of(self, set_name: str, data_source: str | None) -> Grader:
-        """The grader of a response to a problem of this set and data source."""
+        """Returns the grader of a response to a problem of this set and data source."""
         if not self._is_default(set_name, data_source):
             named = self._named.get(set_name) or self._named.get("")
             return named or self._by_name[DATA_SOURCES[data_source or ""]]
         return self._by_name[self._by_form.get((set_name, data_source or ""), DEFAULT)]
 
     def _is_default(self, set_name: str, data_source: str | None) -> bool:
-        """Whether neither the set nor the data source has a grader of its own."""
+        """Returns whether neither the set nor the data source has a grader of its own."""
         return not {set_name, ""} & self._named.keys() and (data_source or "") not in DATA_SOURCES

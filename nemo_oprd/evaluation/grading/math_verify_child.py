@@ -1,7 +1,7 @@
-"""The child process of `grade.py`: math-verify behind a limit of time and of memory.
+"""The child process of `equality.py`: runs math-verify with a limit of time and of memory.
 
-Reads a line `[answer, given]`, writes `true` or `false`, and ends when its input closes. It is run by path and imports
-nothing of this package, which need not be on the child's import path.
+It reads a line `[answer, given]`, writes `true` or `false`, and ends when its input closes. `equality.py` runs it by
+path; it imports nothing of this package, which need not be on its import path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 
 
 def serve(time_limit_s: int, memory_limit_bytes: int) -> None:
-    """The child's loop. A pair that takes longer than the limit ends the process with SIGALRM."""
+    """Runs the child's loop. A pair that takes longer than the limit ends the process with SIGALRM."""
     import resource
 
     for number in JOB_SIGNALS:

@@ -1,7 +1,7 @@
 r"""Reads one number as people write it, exactly: `\frac{3}{4}`, `1.5 \times 10^3`, `2^{10}`, `2.5 million`, `\$1,200`.
 
-A text is read as a whole or not at all. Words may stand before the number, and a unit, a remark or a clause behind it;
-a text that goes on with mathematics (`3\sqrt{2}`, `48 + 24`) or with a further number (`72 or 73`) has no value here.
+A text is read as a whole or not at all. Words may precede the number, and a unit, a remark or a clause follow it;
+a text that continues with mathematics (`3\sqrt{2}`, `48 + 24`) or with a further number (`72 or 73`) has no value here.
 
 Every function takes time linear in the length of the text.
 """
@@ -15,9 +15,9 @@ from fractions import Fraction
 
 from nemo_oprd.evaluation.grading.spelling import DEGREE, MAGNITUDES, POWERS_OF_TEN, UNITS
 
-_MAX_EXPONENT = 1_000  # of a power: larger ones are no answers, and would take long
+_MAX_EXPONENT = 1_000  # largest exponent of a power: larger ones are no answers, and would take long
 _MAX_DIGITS = 100
-_MAX_TAIL = 2_000  # characters behind a number that are looked at
+_MAX_TAIL = 2_000  # characters after a number that are examined
 
 _SIMPLER = tuple(
     (re.compile(pattern), replacement)
@@ -50,7 +50,7 @@ _BEFORE = re.compile(
 )
 _SIGN = re.compile(r"([-+]?)\s*")
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s*\Z", re.IGNORECASE)
-# words that make another number of the one behind them
+# words that change the number after them
 _OPERATORS_BEFORE = re.compile(
     r"(?<!['\N{RIGHT SINGLE QUOTATION MARK}-])\b(?:(?i:not|sqrt|root|log|ln|sin|cos|tan|pi)|[b-zB-HJ-Z])\b"
     r"(?!['\N{RIGHT SINGLE QUOTATION MARK}-])"
@@ -90,7 +90,7 @@ class Numeral:
 
 
 def read(text: str) -> Numeral | None:
-    r"""The number that a text consists of, but for words before it and a unit or a remark behind it; None without one.
+    r"""Returns the number of a text with only words before it and a unit or a remark after it; None for other texts.
 
     Example: `read(r"\$2.5 million in all").value == 2_500_000`, `read(r"3\sqrt{2}") is None`.
     """
@@ -106,7 +106,7 @@ def read(text: str) -> Numeral | None:
     if form is None:
         return None
     found, evaluate = form
-    # its value must be defined, and what stands behind it leave it as it is
+    # its value must be defined, and the text after it must not change it
     magnitude = _MAGNITUDE.match(text, found.end())
     end = found.end() if magnitude is None else magnitude.end()
     value = evaluate(tuple(group for group in found.groups() if group is not None))
@@ -120,7 +120,7 @@ def read(text: str) -> Numeral | None:
 
 
 def _ends(tail: str) -> bool:
-    """Whether a number ends before `tail`: with a unit, a remark, a clause or nothing, but no further mathematics."""
+    """Returns whether a number ends before `tail`: a unit, a remark, a clause or nothing, but no more mathematics."""
     closing = _CLOSING.match(tail)
     assert closing is not None
     tail, glued = tail[closing.end() :], not closing.group()
@@ -171,7 +171,7 @@ def _scientific(groups: tuple[str, ...]) -> Fraction | None:
     return factor * power if factor is not None and power is not None else None
 
 
-# the longer forms first; none is tried after one that fits
+# the longer forms first; the first match wins
 _FORMS: tuple[tuple[re.Pattern[str], Callable[[tuple[str, ...]], Fraction | None]], ...] = tuple(
     (re.compile(pattern), evaluate)
     for pattern, evaluate in (

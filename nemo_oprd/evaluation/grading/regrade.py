@@ -1,8 +1,8 @@
-"""`grade`: grades kept responses again, needs no model and imports no torch.
+"""`grade`: grades kept responses again; needs no model and imports no torch.
 
-A target is the output of `evaluate`, a run with `evaluations/`, or a file of generations. What the grades depend on
-besides the responses is taken, in this order, from the command line, from the lines of the generations, and from the
-table of data sources or the form of the answers (`evaluation/grading/graders.py`).
+A target is the output of `evaluate`, a run with `evaluations/`, or a file of generations. Besides the responses, grades
+depend on answers and graders, which come, in this order, from the command line, from the lines of the generations, and
+from the table of data sources or the form of the answers (`evaluation/grading/graders.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GradeOptions:
-    """What to grade, and how.
+    """The command's options.
 
     Attributes:
         targets: outputs of `evaluate`, runs, or files SET.jsonl.
@@ -50,7 +50,7 @@ class GradeOptions:
         graders: set -> grader; "" stands for all other sets.
         judge: `math_verify` or `text`.
         against: an output of `evaluate` or a file to compare with; None compares a run's first and last evaluation.
-        output: where the results of a single file or evaluation go; None: beside its generations.
+        output: directory of the results of a single file or evaluation; None: beside its generations.
     """
 
     targets: tuple[Path, ...]
@@ -67,7 +67,7 @@ class Evaluation:
 
     Attributes:
         label: for tables.
-        directory: where the results go.
+        directory: receives the results.
         files: set -> file of its responses.
     """
 
@@ -78,7 +78,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An evaluation with the responses of its sets, the choice of their graders, and what is to be said of it."""
+    """An evaluation with the responses of its sets, the choice of their graders, and the lines to print about it."""
 
     of: Evaluation
     sets: dict[str, list[Response]]
@@ -86,14 +86,14 @@ class Loaded:
     notes: list[str]
 
     def side(self, name: str) -> Side:
-        """A set as `check_comparable` takes it."""
+        """Returns a set in the form that `check_comparable` takes."""
         answers = {response.problem: response.answer for response in self.sets[name]}
         graders = {self.choice.of(name, response.data_source).name for response in self.sets[name]}
         return str(self.of.directory), answers, graders
 
 
 def by_set(key: str, texts: Sequence[str]) -> dict[str, str]:
-    """`SET=VALUE` or `VALUE` for all sets, as set -> value; "" stands for all sets.
+    """Parses `SET=VALUE`, or `VALUE` for all sets, to set -> value; "" stands for all sets.
 
     Example: `by_set("--grader", ["aime24=number", "boxed"]) == {"aime24": "number", "": "boxed"}`.
 
@@ -159,7 +159,7 @@ def grade(options: GradeOptions) -> None:
             stack.callback(RunLock(directory).undo)
         graded, rows = _grade(loaded)
         labels = [*rows]
-        # the evaluation that the others are compared with stands before them
+        # the evaluation that the others are compared with is first
         shown = {each: rows[each] for each in labels[len(evaluations) :] + labels[: len(evaluations)]}
         print(table(shown), flush=True)
         print(details(shown), flush=True)
@@ -167,7 +167,7 @@ def grade(options: GradeOptions) -> None:
 
 
 def _grade(loaded: Sequence[Loaded]) -> tuple[list[list[GradedSet]], dict[str, dict[str, Any]]]:
-    """(The grades of each evaluation, label of an evaluation -> its metrics), both in the order of the evaluations."""
+    """Returns (each evaluation's grades, label of an evaluation -> its metrics), both in the evaluations' order."""
     graded: list[list[GradedSet]] = []
     rows: dict[str, dict[str, Any]] = {}
     for number, each in enumerate(loaded, 1):
@@ -181,7 +181,7 @@ def _grade(loaded: Sequence[Loaded]) -> tuple[list[list[GradedSet]], dict[str, d
 
 
 def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """One evaluation per directory, with the files of all that were given; one file per set."""
+    """Merges evaluations to one per directory, with the files of all of them; one file per set."""
     found: dict[Path, Evaluation] = {}
     for each in evaluations:
         directory = each.directory.resolve()
@@ -196,9 +196,9 @@ def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def find(target: Path) -> list[Evaluation]:
-    """The evaluations of a target; those of a run in the order of their steps, then the teacher's.
+    """Returns the evaluations of a target; those of a run in the order of their steps, then the teacher's.
 
-    What `evaluate` of an earlier version wrote into a run comes last.
+    An evaluation that `evaluate` of an earlier version wrote into a run comes last.
 
     Raises:
         ValueError: there are no responses.
@@ -226,7 +226,7 @@ def find(target: Path) -> list[Evaluation]:
 
 
 def _label(directory: Path) -> str:
-    """Example: runs/a/evaluations/step_0000050 -> "a step 50"; runs/eval -> "eval"."""
+    """Returns a label. Example: runs/a/evaluations/step_0000050 -> "a step 50"; runs/eval -> "eval"."""
     directory = directory.resolve()
     if directory.parent.name != EVALUATIONS:
         return directory.name
@@ -235,7 +235,7 @@ def _label(directory: Path) -> str:
 
 
 def _load(each: Evaluation, options: GradeOptions) -> Loaded:
-    """Reads and checks an evaluation; nothing is graded yet."""
+    """Reads and checks an evaluation, without grading it."""
     sets: dict[str, list[Response]] = {}
     graders = dict(options.graders)
     for name, file in each.files.items():
@@ -243,7 +243,7 @@ def _load(each: Evaluation, options: GradeOptions) -> Loaded:
         problems = None if data is None else load_prompts(data)
         responses, named = read_responses(file, problems, data)
         if named is not None and name not in graders and "" not in graders:
-            # a line never makes this process import code: it may come from somebody else
+            # a line never makes this process import code: other users may have written it
             check_name(f"{file}: grader", named)
             if named not in BUILTIN:
                 raise ValueError(
@@ -256,7 +256,7 @@ def _load(each: Evaluation, options: GradeOptions) -> Loaded:
     choice, notes = GraderChoice(own, options.judge, key="--grader {}"), list[str]()
     for name, responses in sets.items():
         notes += choice.read(name, ((response.data_source, response.answer) for response in responses))
-        # everything is checked before anything is written
+        # all checks come before the first write
         samples_per_problem(name, responses)
         check_answers(name, responses, [choice.of(name, response.data_source) for response in responses])
     return Loaded(each, sets, choice, notes)
@@ -274,7 +274,7 @@ def _compare(evaluations: Sequence[Evaluation], graded: Sequence[tuple[str, list
         (label, mine), (against, theirs) = graded[after], graded[before]
         try:
             found = compare(mine, theirs)
-        except ValueError as error:  # of a run, which may have begun with other problems or graders
+        except ValueError as error:  # evaluations of a run, which may have begun with other problems or graders
             logger.info(f"no comparison of {label} with {against}: {error}")
             continue
         print(differences(found, against, label), flush=True)

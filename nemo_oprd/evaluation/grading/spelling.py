@@ -1,7 +1,7 @@
-r"""Canonical spellings of answers: what is written differently and means the same becomes the same text.
+r"""Computes canonical spellings of answers: different notations of the same answer become the same text.
 
-Nothing here knows mathematics beyond decimal numbers: `\frac{1}{2}` and `0.5` stay different, and math-verify compares
-them (`grade.py`).
+This module handles no mathematics beyond decimal numbers: `\frac{1}{2}` and `0.5` stay different, and math-verify
+compares them (`equality.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-# how units are written in plain text, where `\text{...}` does not mark them: one pattern per unit
+# units in plain text, without a `\text{...}` around them: one pattern per unit
 _DOLLAR, _NOT_COMPARED = "dollars?|usd", "degrees?|deg|radians?|percent(?:age)?|pct|units?"
 _UNITS = (
     *(_DOLLAR, "cents?", "seconds?|secs?", "minutes?|mins?", "hours?|hrs?", "days?", "weeks?", "months?", "years?"),
@@ -89,7 +89,7 @@ _PERCENT = re.compile(r"\\?%|\b(?:percent(?:age)?|pct)\b|\\text\s*\{\s*percent\s
 
 
 def clean(text: str) -> str:
-    """An answer without units, dollar signs and spacing commands, in one spelling of fractions; not yet canonical."""
+    """Removes units, dollar signs and spacing commands, and unifies fractions; the result is not yet canonical."""
     text = _MAGNITUDE.sub(_written_out, text)
     for pattern, replacement in CLEANING:
         text = pattern.sub(replacement, text)
@@ -97,7 +97,7 @@ def clean(text: str) -> str:
 
 
 def _written_out(found: re.Match[str]) -> str:
-    """Example: `2.5 million` -> `2500000`."""
+    """Writes out a number with a word. Example: `2.5 million` -> `2500000`."""
     zeros, digits = POWERS_OF_TEN[found[3] or found[5]], found[2] or ""
     number = found[1].replace(",", "") + digits[:zeros].ljust(zeros, "0")
     unit = f"\\text{{{found[4]}}}" if (found[4] or "").strip() else ""
@@ -105,7 +105,7 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 def _unit_of(text: str) -> tuple[str, int | None] | None:
-    """The unit behind the number of an answer, or its dollar sign, as its pattern, and its power; None without one.
+    """Returns the unit after the number of an answer, or its dollar sign, as its pattern, and its power; else None.
 
     The power is None where none is written: `864 inches` may well be square inches. Angles and percent are left out.
     """
@@ -120,7 +120,7 @@ def _unit_of(text: str) -> tuple[str, int | None] | None:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Whether two answers may have the same unit: they do unless both say which, and it differs."""
+    """Returns whether two answers may have the same unit: they do unless both name one and the units differ."""
     units = _unit_of(one), _unit_of(other)
     if units[0] is None or units[1] is None:
         return True
@@ -128,14 +128,14 @@ def same_unit(one: str, other: str) -> bool:
 
 
 def _as_fraction(found: re.Match[str]) -> str:
-    r"""Example: `0.1\overline{6}` -> `\frac{15}{90}`."""
+    r"""Converts a repeating decimal. Example: `0.1\overline{6}` -> `\frac{15}{90}`."""
     whole, fixed, repeated = found[1], found[2], found[3]
     numerator = int(whole + fixed + repeated) - int(whole + fixed)
     return rf"\frac{{{numerator}}}{{{10 ** len(fixed) * (10 ** len(repeated) - 1)}}}"
 
 
 def canonical(text: str) -> str:
-    """A canonical spelling: cleaned, spaces only between digits, one form per decimal number, words in lower case."""
+    """Returns the canonical spelling: cleaned, spaces only between digits, one form per number, words in lower case."""
     text = re.sub(r"\s+", " ", clean(text))
     number = NUMBER.fullmatch(text)  # before spaces go: "1, 200" is a list, "1,200" is a number
     if number and (number[2] or number[3]):
@@ -150,12 +150,12 @@ def canonical(text: str) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether a canonical spelling is a decimal number."""
+    """Returns whether a canonical spelling is a decimal number."""
     return re.fullmatch(r"-?\d+(\.\d+)?", text) is not None
 
 
 def is_words(answer: str) -> bool:
-    """Whether the whole answer is words: as an expression, `east` would be a product and equal to `seat`."""
+    """Returns whether the whole answer is words: as an expression, `east` would be a product and equal to `seat`."""
     if re.fullmatch(r"\s*\\(?:text|mbox)(?:bf|rm|it)?\s*\{[^{}]*\}\s*", answer):
         return True
     # three letters may be the product of three variables
@@ -163,7 +163,7 @@ def is_words(answer: str) -> bool:
 
 
 def same_in_base(given: str, answer: str) -> bool | None:
-    """Whether numerals such as `52_8` are equal; None if neither canonical spelling has a base.
+    """Returns whether numerals such as `52_8` are equal; None if neither canonical spelling has a base.
 
     A numeral without a base is read in the base of the reference, because the problem names it.
     """
@@ -182,7 +182,7 @@ def _value(numeral: re.Match[str]) -> int | None:
 
 
 def as_interval(text: str) -> str | None:
-    r"""Cleaned inequalities in one letter as intervals: `-2 \le x < 7` -> `[-2,7)`; None for other texts.
+    r"""Converts cleaned inequalities in one letter to intervals: `-2 \le x < 7` -> `[-2,7)`; None for other texts.
 
     `or` joins intervals, `and` a lower and an upper bound, `x \ne 3` is all numbers but one, and of `x \in S` the set
     is what counts.
@@ -198,7 +198,7 @@ def as_interval(text: str) -> str | None:
 
 
 def _conjoined(text: str) -> str:
-    """Two bounds that a comma separates, with the word that is meant: `x < 7, x > 2` is between them."""
+    """Replaces the comma between two bounds by `and` or `or`: `x < 7, x > 2` is between them."""
     sides = text.split(",")
     if len(sides) != 2:
         return text
@@ -211,7 +211,7 @@ def _conjoined(text: str) -> str:
 
 
 def _intervals(text: str) -> list[tuple[str, str]]:
-    """The (letter, interval) of an inequality without `or`, two of them for `x \\ne 3`; [] for other texts."""
+    """Returns (letter, interval) of an inequality without `or`, two of them for `x \\ne 3`; [] for other texts."""
     parts, unequal = _AND.split(text), _UNEQUAL.fullmatch(text.strip())
     between = _BETWEEN.fullmatch(text.strip()) if len(parts) == 1 else None
     if between is not None:
@@ -237,7 +237,7 @@ class _Bound(NamedTuple):
 
 
 def _bound_in(text: str) -> _Bound | None:
-    """Example: `x > 2` -> (x, lower, `(2`)."""
+    """Parses a bound. Example: `x > 2` -> (x, lower, `(2`)."""
     found = _ABOVE_OR_BELOW.fullmatch(text.strip())
     if found is None:
         return None
@@ -251,10 +251,10 @@ def _bound(letter: str, relation: str, value: str) -> _Bound:
 
 
 def is_interval(text: str) -> bool:
-    """Whether a cleaned answer is an interval or a union of intervals, perhaps after `x \\in`."""
+    """Returns whether a cleaned answer is an interval or a union of intervals, perhaps after `x \\in`."""
     return re.fullmatch(r"(?:[a-zA-Z]\s*\\in\s*)?[(\[].*,.*[)\]]", text, re.DOTALL) is not None
 
 
 def is_percentage(text: str) -> bool:
-    """Whether an answer has a percent sign or ends with the word."""
+    """Returns whether an answer has a percent sign or ends with the word."""
     return _PERCENT.search(text) is not None
