@@ -128,13 +128,7 @@ def import_everything(calls: Iterable[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    modules = (
-        "train",
-        "cli",
-        "commands.evaluate.student",
-        "checkpointing.in_process_writer",
-        "models.megatron.cpu_patches",
-    )
+    modules = ("train", "cli", "run.evaluate", "run.training_state", "megatron.cpu_patches")
     for name in ("transformers", *(f"nemo_oprd.{module}" for module in modules)):
         importlib.import_module(name)
     for call in calls:
