@@ -97,8 +97,9 @@ def golden(output: Path) -> list[str]:
 
 
 def test_the_files_of_the_wheel(wheel: Path) -> None:
-    """All code, the list of rooms, the configurations, the templates of reports, the shim of rehearsals and the programs
-    that run by themselves; nothing else: no scripts, tests, benchmarks, checkpoint tools, examples, models or prompts."""
+    """All code, the list of rooms, the configurations, the templates of reports, the shim of rehearsals and the
+    programs that run by themselves; nothing else: no scripts, tests, benchmarks, checkpoint tools, examples, models or
+    prompts."""
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {file.relative_to(ROOT).as_posix() for file in (ROOT / "nemo_oprd").rglob("*.py")}
     configurations = {f"nemo_oprd/_conf/{file.name}" for file in (ROOT / "conf").glob("*.yaml")}
