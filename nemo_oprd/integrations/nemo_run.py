@@ -8,8 +8,6 @@ file in conf/ is a new recipe. nemo-run makes its command line from annotations,
 See docs/nemo.md. Left out: `teachers.0.KEY=VALUE`; use `overrides` for it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable
