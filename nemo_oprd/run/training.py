@@ -216,6 +216,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         finally:
             engine.close()
             run.log.close()
+            write_library_log(None)
             if lock is not None:
                 lock.release()
 

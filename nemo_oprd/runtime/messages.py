@@ -47,10 +47,13 @@ def show(verbosity: Verbosity = "usual") -> None:
             library.addHandler(_library_log)
 
 
-def write_library_log(directory: Path) -> None:
-    """On the first rank, writes the warnings of libraries, also those to come, into libraries.log of `directory`."""
+def write_library_log(directory: Path | None) -> None:
+    """On the first rank, writes the warnings of libraries, also those to come, into libraries.log of `directory`.
+
+    None ends that: the run is over, and its directory may belong to another one.
+    """
     if is_first_rank():
-        _library_log.write_to(directory / LIBRARY_LOG)
+        _library_log.write_to(None if directory is None else directory / LIBRARY_LOG)
 
 
 class _Console(logging.Handler):
@@ -84,9 +87,11 @@ class LibraryLog(logging.Handler):
         self._unwritten: list[str] = []
         self._file: Path | None = None
 
-    def write_to(self, file: Path) -> None:
-        """Appends to `file` what is kept, and later messages as they come."""
+    def write_to(self, file: Path | None) -> None:
+        """Appends to `file` what is kept, and later messages as they come; None: keeps them for the next file."""
         self._file = file
+        if file is None:
+            self._seen.clear()
         self._flush()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -98,16 +103,18 @@ class LibraryLog(logging.Handler):
         if line not in self._seen:
             self._seen.add(line)
             self._unwritten.append(line)
-            try:
-                self._flush()
-            except OSError:  # a full disk, of which a write that matters tells
-                self.handleError(record)
+            self._flush()
 
     def _flush(self) -> None:
-        if self._file is not None and self._unwritten:
+        if self._file is None or not self._unwritten:
+            return
+        try:
             with self._file.open("a") as stream:
                 stream.writelines(f"{line}\n" for line in self._unwritten)
             self._unwritten.clear()
+        except OSError as error:
+            file, self._file = self._file, None
+            logging.getLogger(__name__).warning(f"{file}: {error.strerror}; warnings of libraries are not kept")
 
 
 _library_log = LibraryLog()

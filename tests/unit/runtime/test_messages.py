@@ -100,6 +100,32 @@ def test_warnings_of_libraries_are_in_a_file_once(
     ]
 
 
+def test_each_run_has_the_warnings_of_its_time(tmp_path: Path, megatron: logging.Logger) -> None:
+    """A process may make several runs, and a directory may be gone after its run."""
+    show()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        messages.write_library_log(tmp_path / name)
+        megatron.warning("GPTModel IS DEPRECATED")
+        messages.write_library_log(None)
+        megatron.warning("after %s", name)
+    written = [(tmp_path / name / "libraries.log").read_text() for name in "ab"]
+    line = "WARNING megatron.core.models.gpt: "
+    assert written == [f"{line}GPTModel IS DEPRECATED\n", f"{line}after a\n{line}GPTModel IS DEPRECATED\n"]
+
+
+def test_a_log_of_libraries_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], megatron: logging.Logger
+) -> None:
+    show()
+    messages.write_library_log(tmp_path / "gone")
+    for _ in range(2):
+        megatron.warning("GPTModel IS DEPRECATED")
+        megatron.warning("Rewrapping")
+    file = tmp_path / "gone" / "libraries.log"
+    assert capsys.readouterr().err == f"{file}: No such file or directory; warnings of libraries are not kept\n"
+
+
 def test_warnings_of_libraries_are_shown_by_verbose(
     capsys: pytest.CaptureFixture[str], megatron: logging.Logger
 ) -> None:
