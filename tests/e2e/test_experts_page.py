@@ -24,7 +24,12 @@ def test_the_toy_pair_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (block,) = re.findall(r"```bash\n(nemo-oprd toy .*?)```", (ROOT / "docs" / "experts.md").read_text(), re.DOTALL)
     toy, train = block.strip().splitlines()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pair, "make_pair", lambda output, **given: pair.make_tiny_pair(output, **given))
+
+    def make_tiny(output: Path, *, seed: int, experts: int, family: str) -> None:
+        assert family == ""  # the default: `experts` makes a Qwen3-MoE
+        pair.make_tiny_pair(output, seed=seed, experts=experts)
+
+    monkeypatch.setattr(pair, "make_pair", make_tiny)
     cli.main(shlex.split(toy)[1:])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [*shlex.split(train), *LESS.split()]
