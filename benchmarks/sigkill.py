@@ -329,8 +329,9 @@ def main() -> None:
         return
     if options.engine == "megatron":
         overrides = ahead(options.lag, options.mode)
-        # in mode stream a step keeps its responses in a checkpoint alone
-        phases = tuple(phase for phase in PHASES if options.mode != "stream" or phase.name != "rollouts kept")
+        # in mode stream a step keeps its responses in a checkpoint alone, and without a lag nothing is sampled ahead
+        absent = {"rollouts kept"} if options.mode == "stream" else set() if options.lag else {"save: rollouts ahead"}
+        phases = tuple(phase for phase in PHASES if phase.name not in absent)
         kill_trainers(options.kills, options.seed, options.steps or 16, options.experts, overrides, phases)
         return
     from benchmarks.sigkill_vllm import choose, parse_strikes, run_benchmark

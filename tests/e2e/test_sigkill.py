@@ -55,13 +55,15 @@ def test_models_with_experts_end_as_if_never_killed(run: Callable[..., str]) -> 
 def test_killed_once_in_every_phase(run: Callable[..., str]) -> None:
     """As many kills as the recorded run of docs/results_system.md, in fewer steps."""
     said = run(kills=20, steps=16, seed=1)
-    assert {phase.name for phase in PHASES if f" {phase.name} " in said} == {phase.name for phase in PHASES}
+    names = {phase.name for phase in PHASES}
+    assert {name for name in names if f" {name} " in said} == names - {"save: rollouts ahead"}  # only with a lag
 
 
 @pytest.mark.slow
 def test_sampled_ahead_it_ends_as_if_never_killed(run: Callable[..., str]) -> None:
     """With the responses of two later steps under way, in memory, or in the checkpoint."""
-    run(20, 16, 1, "--lag", "2")
+    said = run(20, 16, 1, "--lag", "2")
+    assert all(f" {phase.name} " in said for phase in PHASES)
 
 
 @pytest.mark.slow
