@@ -34,7 +34,7 @@ def run(pools: Pools, tmp_path: Path) -> Callable[..., str]:
     def kill(kills: int, steps: int, seed: int, *more: str, tool: str = "sigkill") -> str:
         command = ["-m", f"benchmarks.{tool}"]
         command += ["--kills", str(kills), "--steps", str(steps), "--seed", str(seed), *more]
-        said = python(pools, command, ROOT, tmp_path / "logs", patience_s=40 * kills)
+        said = python(pools, command, ROOT, tmp_path / tool / "logs", patience_s=40 * kills)
         assert f"{kills} kills, {kills + 1} starts" in said
         assert ("bit by bit" if tool == "sigkill" else "was taken by one step") in said
         return said
