@@ -33,20 +33,18 @@ class RolloutSampler:
     most one call of the engine is under way, and `settle` collects its responses before the weights change.
 
     Attributes:
-        teacher_inputs: per teacher, an object that adds its sequences to rollouts; None if it reads the student's
-        ids.
-            Empty if recorded rollouts already have the sequences.
+        teacher_inputs: per teacher, an object that adds its sequences to rollouts, None if it reads the student's ids;
+            empty if recorded rollouts already have the sequences.
         cache: stores the rollouts that were sampled last, for a resumed run.
         first_step: the number of steps behind the weights with which the run begins.
-            should_cancel: whether the run was asked to stop; the sampler then cancels the sampling of a step.
+        should_cancel: whether the run was asked to stop; the sampler then cancels the sampling of a step.
         stop: called on every rank after that, with the steps so far, the sampled step, the responses that were kept
             and the requests; saves and raises `Stopped`.
         note: called after each sampling with its begin and end, in seconds since the epoch, and by name with the
             fields of `Interval` (`run/timeline.py`).
         beside: the engine's calls that may include an evaluation; None if evaluations have calls of their own.
-        complete: called with a step and responses of it as soon as they are complete, on the rank that has them;
-        None:
-            no part of the run needs them early.
+        complete: called with a step and responses of it as soon as they are complete, on the rank that has them; None
+            if no part of the run needs them early.
     """
 
     config: Config
