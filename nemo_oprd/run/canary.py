@@ -31,7 +31,7 @@ from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.run.models import ModelFiles, RunPlan
 from nemo_oprd.run.provider import OWN
-from nemo_oprd.vllm.served_teacher import ServedTeacher
+from nemo_oprd.vllm.teacher_servers import ServedTeacher
 
 # Hidden states of a model of this job on whole prompts, gathered from the ranks that compute them.
 #

@@ -29,7 +29,7 @@ from nemo_oprd.run.checkpoint_directory import refuse_damage
 from nemo_oprd.run.checks import trainer_ranks, wait_for_endpoints
 from nemo_oprd.run.provider import OWN
 from nemo_oprd.run.resolve import ResolvedModel, RunModels, RunSpec, resolve
-from nemo_oprd.vllm.served_teacher import ServedTeacher
+from nemo_oprd.vllm.teacher_servers import ServedTeacher
 
 if TYPE_CHECKING:
     from nemo_oprd.vllm.teacher_servers import TeacherServers

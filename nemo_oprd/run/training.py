@@ -39,9 +39,7 @@ from nemo_oprd.rollout.schedule import Schedule, lag_metrics, schedule_settings
 from nemo_oprd.rollout.stream_rollouts import StreamSampler
 from nemo_oprd.rollout.training_rollouts import RolloutSampler, StoppedSampling
 from nemo_oprd.run.canary import refuse_wrong_states
-from nemo_oprd.run.checkpoint_directory import (
-    iteration_directory,
-)
+from nemo_oprd.run.checkpoint_directory import iteration_directory
 from nemo_oprd.run.checkpointer import Checkpointer, skipped_in_a_row
 from nemo_oprd.run.checks import idle_ranks
 from nemo_oprd.run.config_history import record_environment
