@@ -77,7 +77,7 @@ DIVERGENCES: dict[str, DivergenceEntry] = {
 
 
 def normalizes_rows(kind: str) -> bool:
-    """Returns whether a row loss scales both states to unit length; False for a user's own, which says nothing of it."""
+    """Returns whether a row loss scales both states to unit length; False for a user's own, whose form is unknown."""
     return kind in ROW_LOSSES and ROW_LOSSES[kind].normalizes
 
 
