@@ -77,7 +77,7 @@ def run_case(case: Case, world: Path, *, sampled: bool) -> Result:
 def _static_visit(config: Any) -> list[Any]:
     from nemo_oprd.run.models import RunFiles
     from nemo_oprd.run.resolve import resolve_models
-    from nemo_oprd.tools.doctor.static import static_findings
+    from nemo_oprd.tools.doctor.examination import static_findings
 
     return list(static_findings(config, RunFiles(config, resolve_models(config))))
 

@@ -54,8 +54,7 @@ from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.vllm.client_process import ClientProcess, Job, Round, RoundSummary, Task
-from nemo_oprd.vllm.request_queue import LengthEstimate
-from nemo_oprd.vllm.rounds import rollout_of
+from nemo_oprd.vllm.rounds import LengthEstimate, rollout_of
 from nemo_oprd.vllm.server import Server
 
 SIZES = ("64x1024", "256x4096", "1024x4096", "1024x16384")

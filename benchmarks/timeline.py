@@ -32,7 +32,7 @@ from benchmarks.timeline_model import Schedule, Servers, Work, finish_times, pre
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.run.timeline import SAMPLING, Interval, hidden_share, read_timeline
 from nemo_oprd.tools.toy.pair import make_tiny_pair
-from nemo_oprd.vllm.request_queue import LengthEstimate
+from nemo_oprd.vllm.rounds import LengthEstimate
 
 # tokens of a response: a few are much longer than the others
 LENGTHS = [4, 6, 6, 8, 8, 10, 12, 14, 20, 32]

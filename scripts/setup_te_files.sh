@@ -8,7 +8,7 @@ set -euo pipefail
 for python in .venv/bin/python .venv-nemo-bridge/bin/python; do
   if [ -x "$python" ]; then
     read -r folder version < <(PYTHONPATH=. "$python" -c \
-      'from nemo_oprd.tools.rehearse.te_package import accepted, folder; print(folder(), accepted()[1])')
+      'from nemo_oprd.tools.rehearse.layers import accepted, folder; print(folder(), accepted()[1])')
     if [ ! -d "$folder/transformer_engine-$version.dist-info" ]; then
       "$python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$folder" \
         "transformer-engine==$version"

@@ -19,7 +19,7 @@ from nemo_oprd.tools.plan.gpus import GPUS
 
 if TYPE_CHECKING:
     from nemo_oprd.megatron.parallel import Role
-    from nemo_oprd.tools.rehearse.injections import Injections
+    from nemo_oprd.tools.rehearse.phases import Injections
     from nemo_oprd.tools.rehearse.recorder import Recorder
 
 GPU = "h100"
@@ -46,7 +46,7 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
     """
     from nemo_oprd.megatron.cpu_patches import take_torch_optimizer
     from nemo_oprd.tools.rehearse import device_kernels, fake_cuda
-    from nemo_oprd.tools.rehearse.injections import Injections
+    from nemo_oprd.tools.rehearse.phases import Injections
     from nemo_oprd.tools.rehearse.recorder import Recorder
     from nemo_oprd.tools.rehearse.stand_ins import stand_in
 

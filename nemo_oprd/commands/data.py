@@ -16,7 +16,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.data.preparation import DataReport, shortened
 from nemo_oprd.data.prompts import Prompt
 from nemo_oprd.run.checks import check_prompts_given
-from nemo_oprd.run.named_files import check_files
+from nemo_oprd.run.preflight import check_files
 from nemo_oprd.run.prompt_files import FORMAT, prepare_prompts, say_shares
 from nemo_oprd.runtime.files import write_atomically
 

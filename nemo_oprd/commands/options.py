@@ -9,8 +9,7 @@ from pathlib import Path
 
 from nemo_oprd.config.loading import load_config, origin_of
 from nemo_oprd.config.schema import Config
-from nemo_oprd.run.named_files import Origin
-from nemo_oprd.run.preflight import preflight
+from nemo_oprd.run.preflight import Origin, preflight
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime import disk, output_directories
 

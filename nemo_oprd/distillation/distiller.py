@@ -20,8 +20,7 @@ from nemo_oprd.distillation.step import GradientAccumulation, Logprobs
 from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.teacher import Teacher
-from nemo_oprd.megatron.device_memory import free_bytes
-from nemo_oprd.megatron.parallel import Role, device
+from nemo_oprd.megatron.parallel import Role, device, free_bytes
 
 # `teacher.resident_microbatches`: the number of microbatches whose targets are in memory; `auto` asks the memory.
 
@@ -81,7 +80,8 @@ class Distiller:
 
         Args:
             step: number of updates before this one; None: every loss at its largest weight (the gradient check).
-            watch: include values that are only measured (`metrics/watched_metrics.py`, `metrics/token_metrics.py`).
+            watch: include values that are only measured (`metrics/watched_metrics.py`,
+            `metrics/token_metrics.py`).
         """
         adaptive = self.student.adaptive
         objective = self.objective.for_step(

@@ -1,7 +1,8 @@
 """The student's observer: computes each supervised layer's loss on the stage of the layer and injects its gradient.
 
-Its measured values are summed by name over the microbatches and ranks of an update (`metrics/step_metrics.py`);
-functions at the end of this module turn the sums into metrics. A metric per layer is one entry of `LAYER_METRICS`.
+Its measured values are summed by name over the microbatches and ranks of an update
+(`metrics/step_metrics.py`); functions at the end of this module turn the sums into metrics. A metric per
+layer is one entry of `LAYER_METRICS`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from nemo_oprd.config.schema import Config, RepresentationLossConfig, TeacherSou
 from nemo_oprd.config.weight_schedule import Weight, largest, vanishes, weight_at
 from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.registry import resolve_row_loss
+from nemo_oprd.losses.registry import normalizes_rows, resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.models import ModelSpec
 
@@ -362,7 +362,7 @@ def _match(
                 "expected the same pairs: leave layer_map out, or fit a bridge with it"
             )
         pairs = fitted_pairs
-        if bridge.rank == 1 and loss.kind in ("normalized_mse", "cosine"):
+        if bridge.rank == 1 and normalizes_rows(loss.kind):
             raise ValueError(
                 f"loss.representation.kind={loss.kind} with a bridge of rank 1 compares signs of single numbers, "
                 "which have no gradient; expected rank 2 or more: fit again with a larger bridge.rank, or use mse"

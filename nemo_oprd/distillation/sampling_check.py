@@ -24,7 +24,7 @@ from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.distillation.capture import HiddenStateCapture
 from nemo_oprd.distillation.output_head import final_state_rows, vocab_shard
 from nemo_oprd.distillation.student import Student
-from nemo_oprd.losses.top_p import sampling_logprob
+from nemo_oprd.losses.chunked import sampling_logprob
 from nemo_oprd.megatron.parallel import device, on_device
 from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 

@@ -4,7 +4,8 @@
 model in this process: a separate one without gradients, or the student's chunks (`teacher.weights=student`). A separate
 model has no DDP buffers and no layer deeper than the deepest one that an update needs. It has an LM head only if the
 output loss needs log-probabilities of sampled tokens, or if the model is saved (`teacher.weights=ema`). Of a layer's
-states, only supervised rows are kept, projected by a bridge. `vllm/served_teacher.py` has teachers behind vLLM servers.
+states, only supervised rows are kept, projected by a bridge. `vllm/teacher_servers.py` has teachers behind vLLM
+servers.
 """
 
 from __future__ import annotations

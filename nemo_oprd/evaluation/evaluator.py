@@ -1,4 +1,4 @@
-"""Evaluates by sampling k responses per problem; `grading/grade_sets.py` grades them. `Progress` logs the sampling."""
+"""Evaluates by sampling k responses per problem, which `grading/grade_sets.py` grades; `Progress` logs the sampling."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     generations/SET.jsonl             the responses of a set, whole, in the order of (problem, sample)
     generations/.SET.part_RANK.jsonl  the responses of a rank so far, in the order of their completion
 
-`grading/grade_sets.py` writes the grades and the metrics.
+`evaluation/grading/grade_sets.py` writes the grades and the metrics.
 
 Every call appends to a part and flushes it to the operating system, so it outlives a killed process. Its last line may
 be damaged and is then sampled again. The other files appear whole or not at all. This module does not sample or grade.

@@ -33,10 +33,14 @@ SLAB = 16384
 
 @dataclass(frozen=True)
 class RowLossEntry:
-    """A built-in distance between hidden states: its function's path, and the keys that `kind_args` may hold."""
+    """A built-in distance between hidden states: its function's path, and the keys that `kind_args` may hold.
+
+    `normalizes`: it compares the directions of states, each scaled to unit length.
+    """
 
     path: str
     arguments: tuple[str, ...] = ()
+    normalizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class DivergenceEntry:
 
 ROW_LOSSES: dict[str, RowLossEntry] = {
     "mse": RowLossEntry("nemo_oprd.losses.representation:mse"),
-    "normalized_mse": RowLossEntry("nemo_oprd.losses.representation:normalized_mse"),
-    "cosine": RowLossEntry("nemo_oprd.losses.representation:cosine"),
+    "normalized_mse": RowLossEntry("nemo_oprd.losses.representation:normalized_mse", normalizes=True),
+    "cosine": RowLossEntry("nemo_oprd.losses.representation:cosine", normalizes=True),
 }
 DIVERGENCES: dict[str, DivergenceEntry] = {
     "sampled_token": DivergenceEntry(
@@ -70,6 +74,12 @@ DIVERGENCES: dict[str, DivergenceEntry] = {
     "forward_kl": DivergenceEntry("nemo_oprd.losses.divergences:forward_kl"),
     "jsd": DivergenceEntry("nemo_oprd.losses.divergences:jsd", live_tensors=(3, 3, 2)),
 }
+
+
+def normalizes_rows(kind: str) -> bool:
+    """Returns whether a row loss scales both states to unit length; False for a user's own, whose form is unknown."""
+    return kind in ROW_LOSSES and ROW_LOSSES[kind].normalizes
+
 
 # rows of the trial: one would hide a result that has lost its row dimension
 _TRIAL_ROWS = 3

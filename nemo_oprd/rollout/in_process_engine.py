@@ -16,9 +16,8 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.memory_bounds import CACHE_SHARE, UNCACHED_TOKENS, cache_bytes_per_token
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.data.token_ids import TokenIds
-from nemo_oprd.megatron.device_memory import free_bytes
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
-from nemo_oprd.megatron.parallel import Role, device, first_ranks, make_role, wait_for_all
+from nemo_oprd.megatron.parallel import Role, device, first_ranks, free_bytes, make_role, wait_for_all
 from nemo_oprd.megatron.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.decoding import generate_batch, generate_whole_sequences

@@ -194,7 +194,7 @@ class StreamSampler(RolloutSampler):
         self._begin(Portion(step, requests, named, places, weights=step, urgent=False, last=True))
 
     def _gather(self, step: int) -> None:
-        """Waits until the step has its responses; raises `Stopped` if the run was asked to stop before."""
+        """Waits until the step has its responses; raises `StoppedSampling` if it was asked to stop before."""
         assert self._under_way is not None, "everything is complete"
         portion, ticket = self._under_way
         have = self._complete()

@@ -25,6 +25,22 @@ logger = logging.getLogger(__name__)
 STREAM_FILE = Path("rollouts/stream.json")
 
 
+@dataclass(eq=False)
+class StoppedSampling(Exception):  # noqa: N818 - no error, like Stopped
+    """The run was asked to stop while it sampled. Every rank of the world raises this at the same place.
+
+    Attributes:
+        done: the steps so far.
+        sampled: the step that was sampled, from 0.
+        completed, requests: the number of complete responses, which are kept, and of all.
+    """
+
+    done: int
+    sampled: int
+    completed: int
+    requests: int
+
+
 @dataclass
 class RolloutSampler:
     """Samples the rollouts of each step; they depend on the configuration, the step and the weights only.
@@ -38,8 +54,6 @@ class RolloutSampler:
         cache: stores the rollouts that were sampled last, for a resumed run.
         first_step: the number of steps behind the weights with which the run begins.
         should_cancel: whether the run was asked to stop; the sampler then cancels the sampling of a step.
-        stop: called on every rank after that, with the steps so far, the sampled step, the responses that were kept
-            and the requests; saves and raises `Stopped`.
         note: called after each sampling with its begin and end, in seconds since the epoch, and by name with the
             fields of `Interval` (`run/timeline.py`).
         beside: the engine's calls that may include an evaluation; None if evaluations have calls of their own.
@@ -55,7 +69,6 @@ class RolloutSampler:
     cache: ResumeCache
     first_step: int
     should_cancel: Callable[[], bool]
-    stop: Callable[[int, int, int, int], NoReturn]
     note: Callable[..., None] = lambda began, ended, **more: None
     beside: EngineBeside | None = None
     complete: Callable[[int, list[Rollout]], None] | None = None
@@ -71,7 +84,7 @@ class RolloutSampler:
 
         Raises:
             ValueError: a response comes from other weights than the schedule demands.
-            Stopped: a signal asked the run to stop before all responses were complete.
+            StoppedSampling: the run was asked to stop before all responses were complete.
         """
         requests, sampled = self._of_step(step)
         if requests:
@@ -99,7 +112,7 @@ class RolloutSampler:
         A server that died meanwhile can get the same weights again until here.
 
         Raises:
-            Stopped: as `rollouts`.
+            StoppedSampling: as `rollouts`.
         """
         if self._under_way is not None:
             self._collect(*self._under_way, step)
@@ -205,7 +218,7 @@ class RolloutSampler:
         if kept:
             self.cache.put(step, kept, portion.params, len(requests))
             self.cache.finish()  # before the message says that they are kept
-        self.stop(done, step, len(kept), len(requests))
+        raise StoppedSampling(done, step, len(kept), len(requests))
 
     def _engine_of(self, portion: Portion) -> RolloutEngine | EngineBeside:
         """Chooses the calls for a portion: an evaluation joins only sampling that runs beside the gradient."""

@@ -31,7 +31,6 @@ from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.run.models import ModelFiles, RunPlan
 from nemo_oprd.run.provider import OWN
-from nemo_oprd.vllm.served_teacher import ServedTeacher
 
 # Hidden states of a model of this job on whole prompts, gathered from the ranks that compute them.
 #
@@ -123,7 +122,10 @@ def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = F
         provided_only: leave out the models that this project builds, whose families its tests check.
     """
     for teacher, model in zip(distiller.teachers, plan.run.models.teachers, strict=True):
-        if isinstance(teacher, ServedTeacher):  # its servers have proven it at their start
+        if model.model.served:  # its servers have proven it at their start
+            from nemo_oprd.vllm.teacher_servers import ServedTeacher
+
+            assert isinstance(teacher, ServedTeacher)
             verdict = everyones(teacher.servers.verdict)[teacher.role.layout.first_rank]
             assert verdict is not None
             yield Proof(model.model.key, verdict, verdict.line)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from nemo_oprd.config.schema import TrainConfig
 from nemo_oprd.distillation.student import Student, Update
 from nemo_oprd.megatron.parallel import device
+from nemo_oprd.rollout.training_rollouts import StoppedSampling
 from nemo_oprd.run.training_state import save_checkpoint
 from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting, agree
 
@@ -92,18 +93,18 @@ class Checkpointer:
                 f"{train.steps}, and saved; the same command resumes from there"
             )
 
-    def stop_while_sampling(self, step: int, sampled: int, completed: int, requests: int) -> NoReturn:
-        """Stops the run after `step` steps, while it samples step `sampled` (from 0): keeps `completed` of `requests`.
+    def stop_while_sampling(self, stopped: StoppedSampling) -> NoReturn:
+        """Stops the run in a step whose responses are not complete.
 
         Raises:
-            Stopped: always; the weights after `step` steps are saved, unless the run began with them.
+            Stopped: always; the weights after the steps so far are saved, unless the run began with them.
         """
-        if step > self.saved:
-            self._save(step, EvaluationOutcome(deferred=self._deferred))
+        if stopped.done > self.saved:
+            self._save(stopped.done, EvaluationOutcome(deferred=self._deferred))
         raise Stopped(
-            f"stopped by {self.signals.by} while sampling step {sampled + 1} of "
-            f"{self.train.steps}, with {completed} of {requests} responses complete and kept; the same command "
-            "resumes from there"
+            f"stopped by {self.signals.by} while sampling step {stopped.sampled + 1} of {self.train.steps}, "
+            f"with {stopped.completed} of {stopped.requests} responses complete and kept; the same command resumes "
+            "from there"
         )
 
     def stop_while_waiting(self, stopped: StoppedWaiting) -> NoReturn:

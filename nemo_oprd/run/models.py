@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from nemo_oprd.config.schema import Config
@@ -29,7 +30,6 @@ from nemo_oprd.run.checkpoint_directory import refuse_damage
 from nemo_oprd.run.checks import trainer_ranks, wait_for_endpoints
 from nemo_oprd.run.provider import OWN
 from nemo_oprd.run.resolve import ResolvedModel, RunModels, RunSpec, resolve
-from nemo_oprd.vllm.served_teacher import ServedTeacher
 
 if TYPE_CHECKING:
     from nemo_oprd.vllm.teacher_servers import TeacherServers
@@ -333,6 +333,12 @@ def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
     return started
 
 
+def _served_teacher(number: int, readers: Role, dtype: torch.dtype, servers: TeacherServers) -> Teacher:
+    from nemo_oprd.vllm.teacher_servers import ServedTeacher
+
+    return ServedTeacher(number, readers, dtype, servers)
+
+
 def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool) -> Distiller:
     run, config = plan.run, plan.run.config
     objective, needs = plan.objective.on(device()), plan.needs
@@ -355,7 +361,7 @@ def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool
         trainable=trainable,
     )
     teachers: list[Teacher] = [
-        ServedTeacher(number, reader_role, student.dtype, servers[number])
+        _served_teacher(number, reader_role, student.dtype, servers[number])
         if number in servers
         else _build_teacher(config, student, teacher_role, needs, number, files)
         for number, files in enumerate(plan.files.teachers)

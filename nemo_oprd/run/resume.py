@@ -18,7 +18,6 @@ from nemo_oprd.config.loading import as_plain
 from nemo_oprd.config.resume_rules import Change, allowed, changes, shown
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models.fingerprint import fingerprint
-from nemo_oprd.run.checkpoint_directory import find_checkpoint
 from nemo_oprd.run.config_history import config_at, current_config, read_config, starts
 
 
@@ -37,31 +36,30 @@ class Resume:
     refused: list[Change]
 
 
-def check_resume(config: Config, damaged: Mapping[int, str] | None = None) -> list[Change]:
+def check_resume(config: Config, step: int | None) -> list[Change]:
     """Returns the permitted changes of a start relative to the last kept step.
 
-    `damaged` is as for `find_checkpoint`.
+    `step`: updates of the checkpoint from which it goes on; None: there is no checkpoint.
 
     Raises:
         ValueError: as `compare_settings`; or keys that change the training result differ without permission.
     """
-    found = compare_settings(config, damaged)
+    found = compare_settings(config, step)
     if found.refused:
         raise ValueError(_refusal(config, found.step, found.refused))
     return found.changed
 
 
-def compare_settings(config: Config, damaged: Mapping[int, str] | None = None) -> Resume:
-    """Returns the changes of a start with `config` in its directory; writes nothing. `damaged`: see `find_checkpoint`.
+def compare_settings(config: Config, step: int | None) -> Resume:
+    """Returns the changes of a start with `config` from the checkpoint after `step` updates; writes nothing.
 
     Only the first rank compares fingerprints of models, because it has to read some MB of every file of weights. On
     other ranks a model in another directory counts as the same.
 
     Raises:
-        ValueError: the checkpoint is damaged, or has more steps than `train.steps`; or a file of settings is malformed.
+        ValueError: the checkpoint has more steps than `train.steps`, or a file of settings is malformed.
     """
     directory = Path(config.output)
-    step, _ = find_checkpoint(directory / "checkpoints", damaged)
     if step is not None and step > config.train.steps:
         raise ValueError(
             f"train.steps={config.train.steps}: output={config.output} has a checkpoint after {step} steps; expected "

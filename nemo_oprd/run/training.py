@@ -28,43 +28,34 @@ from nemo_oprd.distillation.trained_projectors import trained_bridge
 from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.megatron.model import lacks_transformer_engine
-from nemo_oprd.megatron.parallel import everyones, first_ranks, init_distributed
+from nemo_oprd.megatron.parallel import everyones, init_distributed
 from nemo_oprd.megatron.weights.hf_export import export_hf
 from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
-from nemo_oprd.megatron.weights.torch_dist import OtherCheckpointError
 from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, lag_metrics, schedule_settings
 from nemo_oprd.rollout.stream_rollouts import StreamSampler
-from nemo_oprd.rollout.training_rollouts import RolloutSampler
+from nemo_oprd.rollout.training_rollouts import RolloutSampler, StoppedSampling
 from nemo_oprd.run.canary import refuse_wrong_states
-from nemo_oprd.run.checkpoint_directory import (
-    find_checkpoint,
-    find_damage_inside,
-    find_damage_together,
-    has_digests,
-    iteration_directory,
-)
+from nemo_oprd.run.checkpoint_directory import iteration_directory
 from nemo_oprd.run.checkpointer import Checkpointer, skipped_in_a_row
-from nemo_oprd.run.checks import idle_ranks, wait_for_endpoints
+from nemo_oprd.run.checks import idle_ranks
 from nemo_oprd.run.config_history import record_environment
-from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
+from nemo_oprd.run.inputs import RunInputs, agree_on_resume, checkpoints_of, read_inputs
 from nemo_oprd.run.likely_mistakes import likely_mistakes
 from nemo_oprd.run.metrics_log import MetricsLog
-from nemo_oprd.run.models import RunFiles, RunPlan, build_distiller, make_plan
+from nemo_oprd.run.models import RunFiles, RunPlan, build_distiller
 from nemo_oprd.run.prompt_files import write_report
 from nemo_oprd.run.resolve import RunModels, RunSpec
-from nemo_oprd.run.resume import check_resume, compare_settings, models_of
+from nemo_oprd.run.resume import models_of
 from nemo_oprd.run.step_recorder import StepRecorder
 from nemo_oprd.run.timeline import AHEAD, SAMPLING, PhaseTimer, Timeline
-from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature, load_checkpoint
+from nemo_oprd.run.training_state import load_checkpoint
 from nemo_oprd.run.validation import SourceModels, Validation
-from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank, write_library_log
-from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
 
@@ -176,27 +167,14 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     Raises:
         ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
-    config = spec.config
-    check_output(config.output)
-    check_directory(Path(config.output), "train")
-    files = RunFiles(config, spec.models)
-    data = read_training_data(spec, files)
-    if data.recorded is None:
-        ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
-    plan = make_plan(spec, files)
-    if data.recorded is None:
-        check_bridge_tokenizers(plan.objective, files)
-    damaged: dict[int, str] = {}
-    _find_checkpoint(config, plan, damaged)
-    check_resume(config, damaged)
-    wait_for_endpoints(config)
-    # the checkpoint is looked up again under the lock, because another run may have replaced it meanwhile
+    inputs = read_inputs(spec)
+    config = inputs.config
     lock = RunLock(Path(config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
     try:
         signals = Signals()
-        engine = _make_engine(plan, data)  # before the models, because an engine may start meanwhile
-        run = _build(plan, data, engine, signals)
+        engine = _make_engine(inputs)  # before the models, because an engine may start meanwhile
+        run = _build(inputs, engine, signals)
     except BaseException:
         if engine is not None:
             engine.close()
@@ -208,6 +186,8 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         with signals, _written_aside(run):
             try:
                 yield run
+            except StoppedSampling as stopped:
+                run.checkpointer.stop_while_sampling(stopped)
             except StoppedWaiting as stopped:
                 run.checkpointer.stop_while_waiting(stopped)
     finally:
@@ -241,33 +221,33 @@ def _written_aside(run: TrainingRun) -> Iterator[None]:
             run.recorder.finish(failed=failed)
 
 
-def _make_engine(plan: RunPlan, data: TrainingData) -> RolloutEngine:
-    if data.recorded is not None:
-        return ReplayEngine(data.recorded)
+def _make_engine(inputs: RunInputs) -> RolloutEngine:
+    if inputs.data.recorded is not None:
+        return ReplayEngine(inputs.data.recorded)
     init_distributed()
-    run, files = plan.run, plan.files.student
-    sampled, eos_ids = plan.files.sampled_ids, files.tokenizer.eos_ids
+    run, files = inputs.spec, inputs.files.student
+    sampled, eos_ids = inputs.files.sampled_ids, files.tokenizer.eos_ids
     return make_engine(run.config, files.spec, files.directory, run.student_layout, eos_ids, sampled)
 
 
-def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Signals) -> TrainingRun:
-    config = plan.run.config
+def _build(inputs: RunInputs, engine: RolloutEngine, signals: Signals) -> TrainingRun:
+    config = inputs.config
     init_distributed()
-    damaged: dict[int, str] = {}
-    latest, notes = _find_undamaged_checkpoint(config, plan, damaged)
-    changed = check_resume(config, damaged)
-    distiller = build_distiller(plan)
+    resume = agree_on_resume(inputs)
+    distiller = build_distiller(inputs.plan)
     try:
-        for line in refuse_wrong_states(plan, distiller):  # before a checkpoint's weights are loaded
+        for line in refuse_wrong_states(inputs.plan, distiller):  # before a checkpoint's weights are loaded
             logger.info(line)
-        run = _assemble(plan, data, engine, signals, distiller, latest)
-        for note in notes:
+        if resume.step:
+            load_checkpoint(checkpoints_of(config), resume.step, distiller.student)
+        run = _assemble(inputs, engine, signals, distiller, resume.step or 0)
+        for note in resume.notes:
             logger.info(note)
         if run.first_step:
-            logger.info(f"resumed from {_checkpoints(config)} after {run.first_step} of {config.train.steps} steps")
-        for change in changed:
+            logger.info(f"resumed from {checkpoints_of(config)} after {run.first_step} of {config.train.steps} steps")
+        for change in resume.changed:
             logger.info(f"changed: {change}")
-        _tell(run, plan, data)
+        _tell(run, inputs)
     except BaseException:
         distiller.close()
         raise
@@ -275,50 +255,40 @@ def _build(plan: RunPlan, data: TrainingData, engine: RolloutEngine, signals: Si
 
 
 def _assemble(
-    plan: RunPlan,
-    data: TrainingData,
-    engine: RolloutEngine,
-    signals: Signals,
-    distiller: Distiller,
-    latest: int | None,
+    inputs: RunInputs, engine: RolloutEngine, signals: Signals, distiller: Distiller, first_step: int
 ) -> TrainingRun:
-    config = plan.run.config
-    first_step = latest or 0
-    student, files = distiller.student, plan.files
-    checkpoints = _checkpoints(config)
-    if first_step:
-        load_checkpoint(checkpoints, first_step, student)
+    """Makes the parts of a run around its models, each from those before it."""
+    config, data, files = inputs.config, inputs.data, inputs.files
     log = MetricsLog(config, first_step)
-    directory = files.student.directory
-    cache = _resume_cache(config, directory)
-    skipped = skipped_in_a_row(list(log.history("train/skipped_update").values()))
-    decoder = None if data.recorded is not None else files.student.tokenizer
-    recorder = StepRecorder(config, plan.run.models.routing, log, decoder)
+    timeline = Timeline(Path(config.output), first_step, writes=log.writes)
+    recorder = StepRecorder(
+        config, inputs.spec.models.routing, log, None if data.recorded is not None else files.student.tokenizer
+    )
+    beside = _overlapping(config, engine)
+    sampler = _make_sampler(inputs, engine, signals, distiller, timeline, beside=beside, first_step=first_step)
     checkpointer = Checkpointer(
         config.train,
-        checkpoints,
-        student=student,
-        source=directory,
+        checkpoints_of(config),
+        student=distiller.student,
+        source=files.student.directory,
         signals=signals,
-        skipped_in_a_row=skipped,
+        skipped_in_a_row=skipped_in_a_row(list(log.history("train/skipped_update").values())),
         saved=first_step,
         before_save=recorder.finish,
+        write_ahead=sampler.write_ahead,
     )
     teacher = files.teachers[0]
-    models = SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open)
-    stopping = checkpointer.asked_to_stop, checkpointer.stop_while_sampling
-    schedule = Schedule(config, data.prompts, student.spec.max_positions)
-    inputs = schedule, data.teacher_inputs
-    kind = StreamSampler if config.rollout.mode == "stream" else RolloutSampler
-    sampler = kind(config, plan.run.models.routing, engine, *inputs, cache, first_step, *stopping)
-    sampler.beside = _overlapping(config, engine)
-    if config.served_teachers and config.teacher.vllm.ahead_gib:
-        sampler.complete = distiller.ask_ahead
-    checkpointer.write_ahead = sampler.write_ahead
-    timeline = Timeline(Path(config.output), first_step, writes=log.writes)
-    sampler.note = partial(timeline.note, SAMPLING)
-    if first_step:
-        sampler.read_ahead(iteration_directory(checkpoints, first_step))
+    validation = Validation(
+        config,
+        data.evaluator,
+        engine=engine,
+        models=SourceModels(files.student.weights_directory, teacher.weights_directory, teacher.open),
+        log=log,
+        checkpoints=checkpoints_of(config),
+        first_step=first_step,
+        signals=signals,
+        beside=beside,
+    )
     return TrainingRun(
         config,
         distiller,
@@ -326,17 +296,7 @@ def _assemble(
         sampler=sampler,
         sampling_check=SamplingCheck(config, files.sampled_ids),
         recorder=recorder,
-        validation=Validation(
-            config,
-            data.evaluator,
-            engine=engine,
-            models=models,
-            log=log,
-            checkpoints=checkpoints,
-            first_step=first_step,
-            signals=signals,
-            beside=sampler.beside,
-        ),
+        validation=validation,
         checkpointer=checkpointer,
         log=log,
         timeline=timeline,
@@ -346,9 +306,41 @@ def _assemble(
     )
 
 
-def _tell(run: TrainingRun, plan: RunPlan, data: TrainingData) -> None:
+def _make_sampler(
+    inputs: RunInputs,
+    engine: RolloutEngine,
+    signals: Signals,
+    distiller: Distiller,
+    timeline: Timeline,
+    *,
+    beside: EngineBeside | None,
+    first_step: int,
+) -> RolloutSampler:
+    """Makes the sampler of the run's rollouts; it knows the responses that a checkpoint holds of later steps."""
+    config, data = inputs.config, inputs.data
+    kind = StreamSampler if config.rollout.mode == "stream" else RolloutSampler
+    asks_ahead = bool(config.served_teachers and config.teacher.vllm.ahead_gib)
+    sampler = kind(
+        config,
+        inputs.spec.models.routing,
+        engine=engine,
+        schedule=Schedule(config, data.prompts, distiller.student.spec.max_positions),
+        teacher_inputs=data.teacher_inputs,
+        cache=_resume_cache(config, inputs.files.student.directory),
+        first_step=first_step,
+        should_cancel=lambda: signals.asked_to_stop,
+        note=partial(timeline.note, SAMPLING),
+        beside=beside,
+        complete=distiller.ask_ahead if asks_ahead else None,
+    )
+    if first_step:
+        sampler.read_ahead(iteration_directory(checkpoints_of(config), first_step))
+    return sampler
+
+
+def _tell(run: TrainingRun, inputs: RunInputs) -> None:
     """Logs the facts about the run before its first step, and stores them in the run directory."""
-    config = run.config
+    config, plan, data = run.config, inputs.plan, inputs.data
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
@@ -388,60 +380,6 @@ def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
     """
     waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
     return None if waits or not config.rollout.max_lag else EngineBeside(engine)
-
-
-def _find_undamaged_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
-    """Does what `_find_checkpoint` does, with one result on all ranks; each reads its share of the checkpoint's files.
-
-    Another rank may have looked before the first rank held the lock, or may see an outdated file system.
-
-    Args:
-        damaged: receives the damage of newer checkpoints.
-    """
-    while True:
-        latest, notes = _find_checkpoint(config, plan, damaged)
-        latest = first_ranks(latest)
-        if latest is None:
-            return None, notes
-        directory = iteration_directory(_checkpoints(config), latest)
-        damage = find_damage_together(directory)
-        if damage is None:
-            break
-        damaged[latest] = damage
-    if not has_digests(directory):
-        notes.append(f"{directory} has no digests (an earlier version wrote it): only its files' sizes were checked")
-    return latest, notes
-
-
-def _find_checkpoint(config: Config, plan: RunPlan, damaged: dict[int, str]) -> tuple[int | None, list[str]]:
-    """Returns (the step to resume after, or None for a new run; notes on damaged checkpoints that were skipped).
-
-    `damaged` is as for `find_checkpoint`, and receives the error of a checkpoint that can't be read.
-    """
-    root = _checkpoints(config)
-    latest, notes = find_checkpoint(root, damaged)
-    if latest is None:
-        return None, notes
-    try:
-        check_checkpoint(root, latest, plan.files.student.spec)
-    except OtherCheckpointError:
-        raise
-    except ValueError:
-        damage = find_damage_inside(iteration_directory(root, latest))
-        if damage is None:
-            raise
-        damaged[latest] = damage
-        return _find_checkpoint(config, plan, damaged)
-    try:
-        check_resume_signature(root, latest, config, plan.objective, plan.needs)
-    except ValueError as error:  # no run can resume with this one setting; the message should list the others, too
-        refused = ", ".join(map(str, compare_settings(config, damaged).refused))
-        raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
-    return latest, notes
-
-
-def _checkpoints(config: Config) -> Path:
-    return Path(config.output) / "checkpoints"
 
 
 def _record_environment(run: TrainingRun, plan: RunPlan) -> None:

@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+from nemo_oprd.runtime.signals import JOB_SIGNALS
 
-# signals that a scheduler or a user sends to all processes of a job; only the main thread handles them
-_JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+logger = logging.getLogger(__name__)
 
 # how long a process that ends with an error waits for unfinished work
 LEAVE_S = 5.0
@@ -71,7 +70,7 @@ class Aside:
 
     def _run(self, work: Callable[[], object]) -> None:
         # a process that this thread starts inherits the mask before its first instruction
-        signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)  # only the main thread handles them
         try:
             work()
         except BaseException as error:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # exit code of a run that was asked to stop (BSD's EX_TEMPFAIL): no error; the same command resumes
 STOPPED_EXIT_CODE = 75
 
+# the signals that a scheduler or a user sends to all processes of a job
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
 _entered: Signals | None = None
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

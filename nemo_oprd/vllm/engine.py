@@ -44,9 +44,8 @@ from nemo_oprd.vllm.client_process import Task
 from nemo_oprd.vllm.controller import Controlled, machines_and_devices
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
-from nemo_oprd.vllm.pending_call import VllmTicket
 from nemo_oprd.vllm.placement import Place, place_servers
-from nemo_oprd.vllm.rounds import Rounds
+from nemo_oprd.vllm.rounds import Rounds, VllmTicket
 from nemo_oprd.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.vllm.weight_transfer import UpdateCalls, WeightPush, digest_in
 

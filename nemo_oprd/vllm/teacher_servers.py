@@ -3,7 +3,7 @@
 One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role sends requests
 to servers of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared
 memory. All of these ranks use the endpoints, servers that others run, and the first of the ranks checks them
-(`teacher_endpoints.py`). A request is a pure function of weights, ids and rows: if a server dies, the round ends when
+(`teacher_round.py`). A request is a pure function of weights, ids and rows: if a server dies, the round ends when
 no other request is left, the server is restarted and checked again, and the next round sends the missing requests.
 """
 
@@ -20,8 +20,13 @@ from typing import Any
 import torch
 
 from nemo_oprd.batch.layout import Layout
+from nemo_oprd.batch.plan import StepPlan
+from nemo_oprd.batch.types import Rollout
 from nemo_oprd.canary import CanaryVerdict
 from nemo_oprd.config.schema import Config
+from nemo_oprd.distillation.objective import StepObjective
+from nemo_oprd.distillation.target_transfer import RowShard
+from nemo_oprd.distillation.teacher import Teacher
 from nemo_oprd.megatron.parallel import device, everyones, wait_for_all
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.runtime.signals import StoppedWaiting
@@ -34,7 +39,6 @@ from nemo_oprd.vllm.sampling import GENERATE
 from nemo_oprd.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_endpoints import host_room, server_room, shared_endpoint
 from nemo_oprd.vllm.teacher_launch import (
     BATCHED_TOKENS,
     KEY,
@@ -43,11 +47,61 @@ from nemo_oprd.vllm.teacher_launch import (
     check_description,
     server_arguments,
 )
-from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.teacher_round import Ahead, Round
+from nemo_oprd.vllm.teacher_requests import Answer, Request, Shards, wanted_sequences
+from nemo_oprd.vllm.teacher_round import Ahead, Round, host_room, server_room, shared_endpoint
 from nemo_oprd.vllm.transport import SharedFolder
 from nemo_oprd.vllm.weight_transfer import PROBE, Failures
 from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_digest
+
+# A teacher that vLLM servers compute: its ranks request the rows of their own sequences.
+#
+# The role is data-parallel over the student's ranks and holds no weights. Plans, transfers and everything after them
+# are those of any teacher. Servers send states in the model's dtype, or a bridge's projections of them, in float32.
+# Servers that several runs share get no bridge, so the requesting rank projects their states.
+
+
+@dataclass
+class ServedTeacher(Teacher):
+    """The teacher of the ranks that read from servers; see the module's docstring."""
+
+    servers: TeacherServers
+
+    def captured(
+        self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
+    ) -> tuple[RowShard | None, RowShard | None]:
+        """See `Teacher`.
+
+        Raises:
+            ServerRefused: a server gives no states, or died too often.
+        """
+        match, term, coords = objective.run.teachers[self.number], objective.output, self.role.coords
+        bridge = self.servers.bridge
+        wanted = [] if coords is None else wanted_sequences(rollouts, plan, coords.data, match, term, bridge)
+        shards = Shards(match, term, self.dtype, objective.run.student.num_layers)
+        self.servers.gather([each.request for each in wanted], lambda i, answer: shards.take(wanted[i], answer))
+        return (None, None) if coords is None else shards.joined()
+
+    def ask_ahead(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
+        """See `Teacher`."""
+        match, term, bridge = objective.run.teachers[self.number], objective.output, self.servers.bridge
+        if self.servers.ahead is None:
+            return
+        for data in range(plan.hidden.layout.data):  # whichever rank will need them in the batch
+            wanted = wanted_sequences(rollouts, plan, data, match, term, bridge)
+            self.servers.ahead.offer(step, [each.request for each in wanted], self.servers.near)
+
+    def asked_ahead(self, step: int) -> tuple[float, float] | None:
+        """See `Teacher`."""
+        return None if self.servers.ahead is None else self.servers.ahead.span(step)
+
+    def check(self, step: int) -> None:
+        """See `Teacher`."""
+        self.servers.check(step)
+
+    def close(self) -> None:
+        """Ends the servers."""
+        self.servers.close()
+
 
 # The servers' addresses and generations, which the ranks tell each other once the servers have passed the canary.
 

@@ -302,14 +302,14 @@ def held_targets(overrides: list[str], free: int | None = None) -> int:
     """Bytes of targets that rank 0 held at a time, at most, in one step; `free`: bytes that a rank has free."""
     from unittest import mock
 
-    from nemo_oprd.megatron import device_memory
+    from nemo_oprd.megatron import parallel
     from nemo_oprd.rollout.replay import read_rollouts
     from nemo_oprd.run.models import distiller_for
 
     config = load_config("verify", overrides)
     distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), distiller.objective.student.vocab_size)
-    with mock.patch.object(device_memory, "CPU_BYTES", free or device_memory.CPU_BYTES):
+    with mock.patch.object(parallel, "CPU_BYTES", free or parallel.CPU_BYTES):
         _, result = accumulate(distiller, rollouts, None)
     assert result is not None
     return result.targets_bytes

@@ -10,8 +10,7 @@ import torch
 from messages import messages
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.microbatch_targets import MicrobatchGroup
-from nemo_oprd.distillation.step import GradientAccumulation
+from nemo_oprd.distillation.step import GradientAccumulation, MicrobatchGroup
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.megatron.param_names import named_parameters
 

@@ -25,16 +25,15 @@ from nemo_oprd.run.resolve import resolve
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster
 from nemo_oprd.tools.rehearse import rank, shim
-from nemo_oprd.tools.rehearse.agreement import disagreements
-from nemo_oprd.tools.rehearse.command import ranks_of_interest, report
+from nemo_oprd.tools.rehearse.command import disagreements, ranks_of_interest, report
 
 # what a rehearsed rank imports once torch.cuda was replaced
 PRELOADED = (
     "nemo_oprd.train",
     "nemo_oprd.megatron.weights.megatron_checkpoint",
-    "nemo_oprd.tools.rehearse.injections",
+    "nemo_oprd.tools.rehearse.phases",
     "nemo_oprd.tools.rehearse.stand_ins",
-    "nemo_oprd.tools.rehearse.experts",
+    "nemo_oprd.tools.rehearse.host_values",
     "nemo_oprd.tools.rehearse.recorder",
     "nemo_oprd.tools.rehearse.fake_cuda",
     "nemo_oprd.tools.rehearse.stand_ins",

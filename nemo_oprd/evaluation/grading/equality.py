@@ -45,6 +45,7 @@ from nemo_oprd.evaluation.grading.spelling import (
     same_in_base,
     same_unit,
 )
+from nemo_oprd.runtime.signals import JOB_SIGNALS
 
 # Readings of notation beyond spelling: plus-minus, degrees, inequalities, free integers, times of day, units.
 #
@@ -348,8 +349,6 @@ def _same_ratio(given: str, answer: str) -> bool | None:
     return len(a) == len(b) and all(x * b[0] == y * a[0] for x, y in zip(a, b, strict=True))
 
 
-# the signals that a scheduler or a user sends to all processes of a job
-JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_S = 10  # the slowest pair of MATH-500 takes well under one second
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge integer must exhaust the child's limit, not the machine's memory
 MAX_CHARACTERS = 1_000  # the longest reference answer of MATH-500 has 53; longer boxes hold prose

@@ -24,6 +24,7 @@ from nemo_oprd.distillation.sampling_check import student_logprobs
 from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.trained_projectors import student_projection
+from nemo_oprd.losses.registry import ROW_LOSSES, normalizes_rows
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.rollout.engine import Request, RolloutEngine, SamplingParams
 from nemo_oprd.tools.doctor.findings import Finding
@@ -216,7 +217,7 @@ def massive_activations(
         batch: rollouts of one teacher.
         gradient_shares: layer -> its share of the squared gradient, for the numbers.
     """
-    normalized = loss.kind in ("normalized_mse", "cosine")
+    normalized = normalizes_rows(loss.kind)
     errors = layer_errors(squared_errors(distiller, batch, normalized=normalized), batch.objective.layer_weights)
     return judge(errors, loss, gradient_shares)
 
@@ -251,7 +252,7 @@ def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_sha
     layers = _ranges([error.layer for error in dominated])
     said = f"few dimensions hold the error of layers {layers}, which have {held:.0%} of the {loss.kind} loss: in layer "
     said += f"{worst.layer}, {_dimensions(worst)} hold {worst.top_share:.0%}"
-    if loss.kind not in ("mse", "normalized_mse", "cosine"):
+    if loss.kind not in ROW_LOSSES:
         text = f"{said} of the squared error; what {loss.kind} makes of it is not known here"
         return Finding(check, "skipped", text, numbers)
     choice = "loss.representation.kind=normalized_mse or cosine, or " if loss.kind == "mse" else ""

@@ -7,7 +7,7 @@ import json
 
 from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.run.checks import check_trains
-from nemo_oprd.run.named_files import check_models
+from nemo_oprd.run.preflight import check_models
 from nemo_oprd.run.resolve import resolve
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.plan.alternatives import alternatives

@@ -11,21 +11,157 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
 from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.checks import check_trains
-from nemo_oprd.run.named_files import check_models
 from nemo_oprd.run.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
+from nemo_oprd.run.preflight import check_models
 from nemo_oprd.run.resolve import RunSpec, resolve
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.plan.estimate import Estimate, Lengths, RankKind, estimate
 from nemo_oprd.tools.plan.gpus import ASSUMED, Cluster, add_gpus, gpu_of, in_bytes
 from nemo_oprd.tools.rehearse import layers
-from nemo_oprd.tools.rehearse.agreement import disagreements
-from nemo_oprd.tools.rehearse.known_waits import unknown_waits
+
+# Compares rehearsed ranks: the ranks of a group must issue the same collectives, in the same order.
+#
+# They must agree in kind, number of elements and dtype of every collective, which no single rank can see. A message
+# must meet its counterpart: the k-th message from rank a to rank b is received as the k-th message from a on rank b.
+
+
+Messages = list[dict[str, Any]]
+
+
+def disagreements(found: dict[int, dict[str, Any]]) -> list[str]:
+    """One line per pair of ranks that do not agree, which names both sides of the first difference.
+
+    `found`: rank -> the report of its process.
+    """
+    sequences = {rank: _in_order(seen) for rank, seen in found.items()}
+    lines = []
+    for one, other in combinations(sorted(found), 2):
+        for ranks in sorted({message["ranks"] for message in sequences[one]}):
+            if other in ranks:
+                here = _collectives(sequences[one], ranks, ranks.index(other))
+                there = _collectives(sequences[other], ranks, ranks.index(one), is_mirrored=True)
+                lines += _first_difference(one, other, here, there)
+        lines += _first_difference(one, other, _sent(sequences[one], other), _received(sequences[other], one))
+        lines += _first_difference(other, one, _sent(sequences[other], one), _received(sequences[one], other))
+    return lines
+
+
+def _in_order(seen: dict[str, Any]) -> Messages:
+    messages = [message for phase in seen["phases"].values() for message in phase["messages"]]
+    return [{**message, "ranks": tuple(message["ranks"])} for message in messages]
+
+
+def _collectives(messages: Messages, ranks: tuple[int, ...], partner: int, *, is_mirrored: bool = False) -> Messages:
+    """The collectives of a group; of an uneven all-to-all only the rows from `partner` and those to it.
+
+    If mirrored, in the order in which the partner itself receives and sends them.
+    """
+    found = []
+    for message in messages:
+        if message["peer"] is None and message["ranks"] == ranks:
+            if message["rows"] is not None:
+                rows = [part[partner] for part in message["rows"]]
+                message = {**message, "shapes": [rows[::-1] if is_mirrored else rows, message["shapes"][0][1:]]}
+            found.append(message)
+    return found
+
+
+def _sent(messages: Messages, target: int) -> Messages:
+    return [message for message in messages if message["kind"] == "send" and message["peer"] == target]
+
+
+def _received(messages: Messages, source: int) -> Messages:
+    return [message for message in messages if message["kind"] == "recv_" and message["peer"] == source]
+
+
+def _first_difference(one: int, other: int, here: Messages, there: Messages) -> list[str]:
+    for number, pair in enumerate(zip_longest(here, there), start=1):
+        if _signature(pair[0]) != _signature(pair[1]):
+            ours, theirs = (_said(message) for message in pair)
+            return [f"rank {one} and rank {other} do not meet at their message {number}: {ours}, but {theirs}"]
+    return []
+
+
+def _signature(message: dict[str, Any] | None) -> Any:
+    if message is None:
+        return None
+    kind = message["kind"] if message["peer"] is None else "message"
+    # the rank that gathers has one more tensor per rank, for what it gets
+    shapes = message["shapes"][-1:] if message["kind"].startswith("gather") else message["shapes"]
+    return kind, shapes, message["dtype"]
+
+
+def _said(message: dict[str, Any] | None) -> str:
+    if message is None:
+        return "nothing more"
+    return f"{message['kind']} of {message['shapes']} {message['dtype']} at {message['place']}"
+
+
+# Lists the places where a step makes the host wait for the device, with the reason for each.
+#
+# A wait of a step at any other place is a mistake: on a GPU the host would fall behind. Nothing of this project that
+# runs per layer, microbatch, row or token is here.
+
+
+_DISPATCHER = "how many tokens go to each expert, several times per layer with experts and microbatch"
+_DELTA_NET = "checks of a pack's lengths, five times per layer with a delta net and microbatch"
+# (file, function) of the innermost line, which differ little between versions -> what waits there, and how often
+KNOWN_WAITS = {
+    ("nemo_oprd/distillation/distiller.py", "resident_microbatches"): (
+        "with teacher.resident_microbatches=auto, the number that all ranks agree on, once per step"
+    ),
+    ("nemo_oprd/distillation/metrics/step_metrics.py", "reduced"): "the sums of a step's metrics, once per step",
+    ("megatron/core/optimizer/clip_grads.py", "get_grad_norm_fp32"): "the gradient's norm, twice per step",
+    ("nemo_oprd/distillation/student.py", "optimizer_step"): (
+        "the same, where Megatron leaves it on the device: whether it is finite, once per step"
+    ),
+    ("megatron/core/distributed/finalize_model_grads.py", "finalize_model_grads"): (
+        "whether the number of tokens is zero, once per step"
+    ),
+    ("megatron/core/transformer/moe/moe_utils.py", "maybe_move_tensor_to_cpu"): _DISPATCHER,
+    ("megatron/core/transformer/moe/moe_utils.py", "permute"): _DISPATCHER,
+    ("megatron/core/transformer/moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize"): _DISPATCHER,
+    ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch_postprocess"): _DISPATCHER,
+    ("megatron/core/models/common/embeddings/rope_utils.py", "_apply_rotary_pos_emb_thd"): (
+        "the lengths of a pack, several times per layer with attention and microbatch, where the rotation of "
+        "Megatron-Bridge is not fused"
+    ),
+    ("megatron/core/fusions/fused_bias_geglu.py", "weighted_bias_quick_geglu_impl"): (
+        "a constant of gpt-oss's activation, once per layer with experts and microbatch"
+    ),
+    ("megatron/core/ssm/gated_delta_net/common.py", "_resolve_cu_seqlens"): _DELTA_NET,
+    ("megatron/core/ssm/gated_delta_net/gdn.py", "forward"): _DELTA_NET,
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate_shapes"): (
+        "the shape of a pipeline message, twice per message"
+    ),
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "_communicate"): "after a pipeline message, once",
+}
+
+
+def unknown_waits(waits: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One mistake for each place of `waits` that is not known."""
+    return [
+        {
+            "code": "unknown-wait",
+            "file": wait["file"],
+            "line": wait["line"],
+            "text": f"the host waits {wait['count']} times per step{_below(wait)}: {wait['what']}",
+        }
+        for wait in waits
+        if tuple(wait["innermost"]) not in KNOWN_WAITS
+    ]
+
+
+def _below(wait: dict[str, Any]) -> str:
+    return f" in {wait['below']}" if wait["below"] else ""
+
 
 # a larger difference between what was measured and what `plan` says is reported
 TOLERANCE = 0.05
@@ -46,14 +182,14 @@ BUILT = {
 }
 # all phases of a step
 STEP = ("step", *PLANNED)
-# parts of a run around its steps -> what a rehearsal of them is; see phases.py and checkpoints.py
+# parts of a run around its steps -> what a rehearsal of them is; see phases.py and phases.py
 PARTS = {
     "check": "the check of an engine's log-probabilities",
     "generation": "some tokens of the in-process engine",
     "weights": "weights on their way to the engine",
     "checkpoint": "saving and loading a checkpoint, without files",
 }
-# those of `experts.py`, which needs torch
+# those of `host_values.py`, which needs torch
 EXPERTS_LOADS = ("balanced", "one-rank")
 
 

@@ -2,18 +2,173 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
 import os
-from importlib.metadata import version
+import sys
+import types
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from nemo_oprd.run.provider import OWN
+from nemo_oprd.runtime.files import cache_directory
 from nemo_oprd.tools.plan.gpus import Layers
-from nemo_oprd.tools.rehearse import te_package
 
 if TYPE_CHECKING:
     from nemo_oprd.config.schema import Config
     from nemo_oprd.tools.rehearse.recorder import Recorder
+
+# Loads Transformer Engine's own Python layer: the files of its wheel, on functions that compute nothing.
+#
+# The wheel `transformer-engine` holds Python files only; what it calls, `transformer_engine_torch`, is compiled against
+# CUDA. `te_functions.py` takes its place. The files are changed nowhere: what they import and never run here is absent
+# (triton, onnx, ...), and gets a stand-in while they are imported.
+
+
+# the environment variable by which a user names a folder with the files
+FOLDER_VARIABLE = "NEMO_OPRD_TE_FILES"
+# Megatron-core before -> the versions that it accepts, as in pyproject.toml, and the one that is tested
+_ACCEPTED = (("0.17", ">=2.10,<2.12", "2.11.0"), ("1000", ">=2.10", "2.20.2"))
+# imported by the files, and run for FP8, ONNX and debugging only
+_NEVER_RUN = ("nvdlfw_inspect", "onnx", "onnxscript", "triton")
+
+
+def folder() -> Path:
+    """The folder of Transformer Engine's wheel: in the user's cache, or the one that the variable names."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    return Path(chosen) if chosen else cache_directory() / f"transformer_engine-{accepted()[1]}"
+
+
+def accepted() -> tuple[SpecifierSet, str]:
+    """The versions that the installed Megatron-core accepts, and the one of them that is tested."""
+    core = Version(importlib.metadata.version("megatron-core"))
+    specifier, tested = next((row[1:] for row in _ACCEPTED if core < Version(row[0])), _ACCEPTED[-1][1:])
+    return SpecifierSet(specifier), tested
+
+
+def version() -> str:
+    """The version of the files.
+
+    Raises:
+        ValueError: they are not there, or Megatron-core does not accept their version; the line says how to get them.
+    """
+    found = [each.version for each in importlib.metadata.distributions(path=[str(folder())]) if _is_it(each)]
+    wanted, tested = accepted()
+    if not found or not wanted.contains(found[0]):
+        what = f"version {found[0]}" if found else "nothing"
+        raise ValueError(
+            f"--layers te: {folder()} holds {what} of Transformer Engine; expected the Python files of a version "
+            f"{wanted}, which need neither CUDA nor a compiler: pip install --no-deps --upgrade --target {folder()} "
+            f"transformer-engine=={tested}"
+        )
+    return found[0]
+
+
+def _is_it(distribution: importlib.metadata.Distribution) -> bool:
+    return distribution.name.lower().replace("_", "-") == "transformer-engine"
+
+
+def install(functions: types.ModuleType) -> None:
+    """Imports the files with `functions` in place of `transformer_engine_torch`; before Megatron is imported.
+
+    Raises:
+        ValueError: as `version`.
+    """
+    version()
+    sys.path.insert(0, str(folder()))
+    # otherwise the package looks for CUDA's libraries, and torch.compile would look for a GPU's compiler
+    os.environ.update(NVTE_PROJECT_BUILDING="1", NVTE_TORCH_COMPILE="0")
+    sys.modules["transformer_engine_torch"] = functions
+    importlib.import_module("torch._dynamo")  # it asks for triton, which must not be a stand-in
+
+    absent = tuple(name for name in _NEVER_RUN if importlib.util.find_spec(name) is None)
+    finder = _Absent(absent)
+    sys.meta_path.append(finder)
+    try:
+        common = _without_libraries()
+        package: Any = importlib.import_module("transformer_engine")
+        package.common = common
+        importlib.import_module("transformer_engine.pytorch")  # whose failure the package passes over
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] in absent]:
+            del sys.modules[name]
+    _take_fake_tensors()
+
+
+def _without_libraries() -> Any:
+    """Imports `transformer_engine.common`, which loads the compiled part, before the package that needs it."""
+    package = types.ModuleType("transformer_engine")
+    package.__path__ = [str(folder() / "transformer_engine")]
+    sys.modules["transformer_engine"] = package
+    common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
+    del sys.modules["transformer_engine"]
+    return common
+
+
+def _take_fake_tensors() -> None:
+    """Lets Transformer Engine, which chooses attention's kernel by the class of the queries, accept fake tensors."""
+    utils: Any = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    torch: Any = importlib.import_module("torch")
+    choose = utils.get_attention_backend
+
+    def chosen(attention_params: Any) -> Any:
+        return choose(dataclasses.replace(attention_params, qkv_type=torch.Tensor))
+
+    utils.get_attention_backend = chosen
+
+
+class _Absent(importlib.machinery.PathFinder):
+    """Finds stand-ins for packages that are not installed."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def find_spec(  # type: ignore[override]
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A spec whose module has every attribute."""
+        if fullname.partition(".")[0] not in self._names:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """A module whose attributes are all there."""
+        return _Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Runs nothing."""
+
+
+class _Anything(types.ModuleType):
+    """Stands in for every attribute: a decorator, a base class, and a call's result."""
+
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        decorates = len(args) == 1 and not kwargs and callable(args[0])
+        return args[0] if decorates else _Anything(self.__name__)
+
+    def __getitem__(self, _: Any) -> Any:
+        return self
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return ()
+
 
 Choice: TypeAlias = Literal["local", "te"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
@@ -41,7 +196,7 @@ def check(choice: Choice, config: Config) -> None:
             f"--layers te with precision={config.precision}: a job takes Megatron's local layers then; expected "
             "precision=bf16: rehearse with --layers local"
         )
-    te_package.version()
+    version()
 
 
 def provided_models(config: Config) -> list[str]:
@@ -62,16 +217,19 @@ def make_bridge_importable(choice: Choice, config: Config) -> None:
     if choice == "te" and provided_models(config) and find_spec("transformer_engine") is None:
         from nemo_oprd.tools.rehearse.te_functions import Functions
 
-        te_package.install(Functions(te_package.folder(), lambda *_: None, lambda *_: None))
+        install(Functions(folder(), lambda *_: None, lambda *_: None))
 
 
 def stack(choice: Choice, config: Config) -> dict[str, str]:
     """Describes the rehearsed stack for the report: packages with their versions, and the layers."""
-    packages = {"torch": version("torch"), "megatron-core": version("megatron-core")}
+    packages = {
+        "torch": importlib.metadata.version("torch"),
+        "megatron-core": importlib.metadata.version("megatron-core"),
+    }
     if choice == "te":
-        packages["transformer-engine"] = te_package.version()
+        packages["transformer-engine"] = version()
     if provided_models(config):
-        packages["megatron-bridge"] = version("megatron-bridge")
+        packages["megatron-bridge"] = importlib.metadata.version("megatron-bridge")
     return packages | {"layers": NAMES[choice]}
 
 
@@ -80,7 +238,7 @@ def choose(choice: Choice, recorder: Recorder) -> None:
     if choice == "te":
         from nemo_oprd.tools.rehearse.te_functions import Functions
 
-        te_package.install(Functions(te_package.folder(), recorder.call, recorder.mistake))
+        install(Functions(folder(), recorder.call, recorder.mistake))
     from nemo_oprd.megatron.model import LAYERS_VARIABLE
 
     if choice == "local":  # Transformer Engine's optimizer, where it is installed, would look for a driver

@@ -96,9 +96,10 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     from nemo_oprd.distillation.gradient_check import check_gradients
     from nemo_oprd.run.models import build_distiller, make_plan
     from nemo_oprd.run.resolve import resolve
-    from nemo_oprd.tools.rehearse import checkpoints, experts, fla_functions, phases
+    from nemo_oprd.tools.rehearse import fla_functions, host_values, phases
+    from nemo_oprd.tools.rehearse import phases as checkpoints
     from nemo_oprd.tools.rehearse.device_kernels import known_shapes
-    from nemo_oprd.tools.rehearse.injections import Injections
+    from nemo_oprd.tools.rehearse.phases import Injections
     from nemo_oprd.tools.rehearse.recorder import AFTER_STEP
     from nemo_oprd.tools.rehearse.stand_ins import longest_responses, unread_bridges
     from nemo_oprd.train import accumulate_gradients
@@ -108,7 +109,7 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     unread_bridges(config)
     files = unread_files(run, fake)
     known_shapes()
-    experts.install(task["experts_load"], recorder.known)
+    host_values.install(task["experts_load"], recorder.known)
     fla_functions.install()
     injections = Injections()
     injections.install(recorder)

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: as `write_report`, `--follow` is not above 0, or `--steps` is no range of steps.
     """
     from nemo_oprd.tools.report.page import unfinished, write_report
-    from nemo_oprd.tools.report.timelines import parse_steps
+    from nemo_oprd.tools.report.panels import parse_steps
 
     follow, paths = options.follow, [Path(run) for run in options.runs]
     if follow is not None and not 0 < follow <= _LONGEST_S:

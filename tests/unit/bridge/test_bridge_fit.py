@@ -11,19 +11,19 @@ import pytest
 import torch
 from bridge_data import LAMBDAS, RHO2, collected, gaussian_pair, rotation
 
-from nemo_oprd.bridge.build import fit_adamw
-from nemo_oprd.bridge.covariance import PairStatistics
-from nemo_oprd.bridge.fit import PENALTY_GRID, PairFit, fit_ridge, principal_directions
-from nemo_oprd.bridge.rank import (
+from nemo_oprd.bridge.build import (
     choose_rank,
     compare,
     crossing_rank,
     error_curve,
+    fit_adamw,
     mean_cosines,
     normalized_curve,
     optimal_rank,
     powers_of_two,
 )
+from nemo_oprd.bridge.covariance import PairStatistics
+from nemo_oprd.bridge.fit import PENALTY_GRID, PairFit, fit_ridge, principal_directions
 from nemo_oprd.bridge.row_sample import SELECTION, TEST, TRAIN
 
 

@@ -17,7 +17,7 @@ from nemo_oprd.config.loading import as_plain, load_config
 from nemo_oprd.config.resume_rules import allowed, changes, rule_of
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models.fingerprint import fingerprint
-from nemo_oprd.run.checkpoint_directory import commit_checkpoint, partial_directory
+from nemo_oprd.run.checkpoint_directory import commit_checkpoint, find_checkpoint, partial_directory
 from nemo_oprd.run.config_history import Span, config_at, config_files, current_config, record_config, spans
 from nemo_oprd.run.resume import check_resume, models_of
 from nemo_oprd.run.run_reader import read_run
@@ -63,7 +63,8 @@ class Site:
         return name
 
     def changed(self, *overrides: str) -> list[str]:
-        return [str(change) for change in check_resume(self.config(*overrides))]
+        step, _ = find_checkpoint(self.output / "checkpoints")
+        return [str(change) for change in check_resume(self.config(*overrides), step)]
 
 
 def record_config_in(directory: Path, config: Config) -> str:

@@ -14,8 +14,8 @@ import torch
 from nemo_oprd.batch.token_table import TokenTable, make_rows
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.sampling_check import BOUNDS, Bounds, _draw, compare
-from nemo_oprd.losses import top_p as sampling_distribution
-from nemo_oprd.losses.top_p import sampling_logprob
+from nemo_oprd.losses import chunked as sampling_distribution
+from nemo_oprd.losses.chunked import sampling_logprob
 from nemo_oprd.losses.vocab_parallel import VocabShard
 
 VOCABULARY, PADDED, WIDTH = 37, 48, 12

@@ -10,8 +10,7 @@ import pytest
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.rollout.engine import Request, SamplingParams
-from nemo_oprd.vllm.request_queue import LengthEstimate
-from nemo_oprd.vllm.rounds import _is_whole
+from nemo_oprd.vllm.rounds import LengthEstimate, _is_whole
 
 FRESH = [Request([1, 2]), Request([3, 4]), Request([5, 6])]
 

@@ -22,8 +22,7 @@ from nemo_oprd.rollout.concurrent_evaluation import Beside, EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, Weights
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts, schedule_settings
-from nemo_oprd.rollout.training_rollouts import RolloutSampler
-from nemo_oprd.runtime.signals import Stopped
+from nemo_oprd.rollout.training_rollouts import RolloutSampler, StoppedSampling
 
 STEPS = 8
 
@@ -73,10 +72,7 @@ def sampler(engine: VersionedEngine, folder: Path, lag: int, first_step: int = 0
     prompts, routing = TrainingPrompts([Request([1])] * 2, PromptOrder((2,))), SimpleNamespace(teachers_of=list)
     calls, cache = Schedule(config, prompts, 64), ResumeCache(folder, {"student": "a"} | schedule_settings(config))
 
-    def stop(*told: int) -> Any:
-        raise Stopped(str(told))
-
-    return RolloutSampler(config, routing, engine, calls, [], cache, first_step, lambda: True, stop)  # type: ignore[arg-type]
+    return RolloutSampler(config, routing, engine, calls, [], cache, first_step, lambda: True)  # type: ignore[arg-type]
 
 
 def test_what_is_sampled_when(tmp_path: Path) -> None:
@@ -140,7 +136,7 @@ def test_a_stop_while_responses_are_under_way(tmp_path: Path) -> None:
     made.settle(0)
     made.engine.step()  # type: ignore[attr-defined]
     made.rollouts(1)
-    with pytest.raises(Stopped, match=re.escape("(1, 3, 1, 2)")):
+    with pytest.raises(StoppedSampling, match=re.escape("(1, 3, 1, 2)")):
         made.settle(1)
     made.write_ahead(1, tmp_path / "checkpoint")
     engine = VersionedEngine(version=1)
@@ -154,7 +150,7 @@ def test_a_stop_while_responses_are_under_way(tmp_path: Path) -> None:
 def test_a_stop_at_the_start_says_that_nothing_is_kept_if_the_next_run_would_not_find_it(tmp_path: Path) -> None:
     """With another lag than before, the first responses of a resumed run are of no run that would resume after it."""
     made = sampler(VersionedEngine(version=3, cancelled=3), tmp_path, 2, first_step=3)
-    with pytest.raises(Stopped, match=re.escape("(3, 3, 0, 2)")):
+    with pytest.raises(StoppedSampling, match=re.escape("(3, 3, 0, 2)")):
         made.rollouts(3)
 
 
@@ -280,7 +276,7 @@ def test_segments_after_a_resume(tmp_path: Path, lag: int, tokens: int, done: in
     made.cache.finish()
     made.write_ahead(done, tmp_path / "checkpoint")
     if killed == "while it samples":
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedSampling):
             until_settled(made, done)
     else:
         made.rollouts(done)

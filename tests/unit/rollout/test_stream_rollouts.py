@@ -20,8 +20,7 @@ from nemo_oprd.rollout.engine import Generates, GenerationCancelled, Request, We
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts, schedule_settings
 from nemo_oprd.rollout.stream_rollouts import StreamSampler
-from nemo_oprd.rollout.training_rollouts import STREAM_FILE, RolloutSampler
-from nemo_oprd.runtime.signals import Stopped
+from nemo_oprd.rollout.training_rollouts import STREAM_FILE, RolloutSampler, StoppedSampling
 
 STEPS, SIZE, LIMIT = 8, 3, 20
 END = 7  # the id that ends a response
@@ -108,12 +107,9 @@ def sampler(engine: Any, folder: Path, first_step: int = 0, *more: str, kind: ty
     prompts = TrainingPrompts(requests, PromptOrder((len(requests),)))
     schedule = Schedule(config, prompts, 64)
 
-    def stop(*told: int) -> Any:
-        raise Stopped(str(told))
-
     cache = ResumeCache(folder, {"student": "a"} | schedule_settings(config))
     routing = SimpleNamespace(teachers_of=list)
-    return kind(config, routing, engine, schedule, [], cache, first_step, lambda: True, stop)
+    return kind(config, routing, engine, schedule, [], cache, first_step, lambda: True)
 
 
 def taken_of(made: Any, steps: range) -> list[list[Rollout]]:
@@ -197,7 +193,7 @@ def test_a_stop_keeps_what_is_complete(tmp_path: Path) -> None:
         if has_checkpoint:
             made.write_ahead(2, folder / "checkpoint")
         made.engine.stops = True
-        with pytest.raises(Stopped, match=re.escape("(2, 2, ")):
+        with pytest.raises(StoppedSampling, match=re.escape("(2, 2, ")):
             taken_of(made, range(2, STEPS))
         if not has_checkpoint:
             made.write_ahead(2, folder / "checkpoint")
@@ -215,7 +211,7 @@ def test_a_stop_before_the_weights_change_does_not_make_the_step(tmp_path: Path)
     before = taken_of(made, range(3))
     made.rollouts(3)
     made.engine.stops_at_cut = True
-    with pytest.raises(Stopped, match=re.escape("(3, 3, ")):
+    with pytest.raises(StoppedSampling, match=re.escape("(3, 3, ")):
         made.settle(3)
     made.write_ahead(3, tmp_path / "checkpoint")
     resumed = sampler(SlowEngine(3), tmp_path, 3)

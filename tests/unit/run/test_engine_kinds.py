@@ -13,7 +13,7 @@ import torch
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.teacher_kinds import RECORDS, TEACHER_KINDS, EngineName, TeacherWeights
-from nemo_oprd.run import training
+from nemo_oprd.run import inputs, training
 from nemo_oprd.run.engine_kinds import ENGINES, Groups
 
 ROOT = Path(__file__).parents[3] / "nemo_oprd"
@@ -75,11 +75,11 @@ def test_servers_on_the_students_gpus_refuse_a_lag_before_models_are_loaded(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("check_output", "check_directory"):
-        monkeypatch.setattr(training, name, lambda *_: None)
+        monkeypatch.setattr(inputs, name, lambda *_: None)
     files = SimpleNamespace(student=SimpleNamespace(spec=None))
-    monkeypatch.setattr(training, "RunFiles", lambda *_: files)
-    monkeypatch.setattr(training, "read_training_data", lambda *_: SimpleNamespace(recorded=None))
-    monkeypatch.setattr(training, "make_plan", plan)
+    monkeypatch.setattr(inputs, "RunFiles", lambda *_: files)
+    monkeypatch.setattr(inputs, "read_training_data", lambda *_: SimpleNamespace(recorded=None))
+    monkeypatch.setattr(inputs, "make_plan", plan)
     spec: Any = SimpleNamespace(config=config, models=None)
     with pytest.raises(ValueError if refused else Planned) as found, training.start_training(spec):
         pass

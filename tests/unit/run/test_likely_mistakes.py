@@ -17,7 +17,7 @@ from nemo_oprd.run.data import TrainingData, read_training_data
 from nemo_oprd.run.likely_mistakes import likely_mistakes, prompts_alike, smaller_teacher
 from nemo_oprd.run.models import RunFiles
 from nemo_oprd.run.resolve import resolve
-from nemo_oprd.tools.doctor.static import static_findings
+from nemo_oprd.tools.doctor.examination import static_findings
 from nemo_oprd.tools.toy.pair import make_tiny_pair
 
 

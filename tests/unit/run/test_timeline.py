@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_oprd.run.timeline import FILE, Interval, PhaseTimer, Timeline, hidden_share, read_timeline
-from nemo_oprd.tools.report.timelines import parse_steps, shown
+from nemo_oprd.tools.report.panels import parse_steps, shown
 
 
 def interval(step: int, phase: str, began: float, ended: float, batch: int = 0) -> Interval:

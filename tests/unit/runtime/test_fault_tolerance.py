@@ -35,7 +35,7 @@ from nemo_oprd.rollout import resume_cache
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams, Weights
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts
-from nemo_oprd.rollout.training_rollouts import RolloutSampler
+from nemo_oprd.rollout.training_rollouts import RolloutSampler, StoppedSampling
 from nemo_oprd.run.checkpoint_directory import commit_checkpoint, partial_directory
 from nemo_oprd.run.checkpointer import EVALUATION_DEFERRED, Checkpointer, EvaluationOutcome, skipped_in_a_row
 from nemo_oprd.run.metrics_log import MetricsLog
@@ -120,7 +120,7 @@ def test_a_stop_while_an_evaluation_is_under_way_defers_it(tmp_path: Path) -> No
         for done, deferred in ((1, "names of weights"), (2, None)):
             checkpointer.after_step(done, [None], EvaluationOutcome(deferred=deferred))
             with pytest.raises(Stopped):
-                checkpointer.stop_while_sampling(done, done + 1, 0, 4)
+                checkpointer.stop_while_sampling(StoppedSampling(done, done + 1, 0, 4))
     assert saved == [(1, {EVALUATION_DEFERRED: "names of weights"}), (2, None)]
 
 
@@ -434,7 +434,7 @@ class TestPending:
         pending.finish()  # told once
 
     def test_a_stop_waits_until_the_completed_ones_are_kept(self, tmp_path: Path, alone: None) -> None:
-        write, found = resume_cache._write, []
+        write = resume_cache._write
 
         def slowly(*arguments: Any) -> None:
             time.sleep(0.5)
@@ -443,20 +443,16 @@ class TestPending:
         def cancelled(*_: Any, **__: Any) -> list[Rollout]:
             raise GenerationCancelled({1: self.ROLLOUTS[1]})
 
-        def stop(*told: int) -> Any:
-            found.append((told, (tmp_path / "pending.safetensors").exists()))
-            raise Stopped
-
         settings = ["student.hf_path=a", "teacher.hf_path=b", "output=c", "train.prompts_per_step=2"]
         prompts = TrainingPrompts(list(self.REQUESTS), PromptOrder((2,)))
         engine = SimpleNamespace(submit=lambda *_: object(), collect=cancelled, weights=Weights(3))
         cache = ResumeCache(tmp_path, {})
         config = load_config("verify", settings)
-        told: Any = config, None, engine, Schedule(config, prompts, 64), [], cache, 9, lambda: True, stop
+        told: Any = config, None, engine, Schedule(config, prompts, 64), [], cache, 9, lambda: True
         sampler = RolloutSampler(*told)
-        with mock.patch.object(resume_cache, "_write", slowly), pytest.raises(Stopped):
+        with mock.patch.object(resume_cache, "_write", slowly), pytest.raises(StoppedSampling) as stopped:
             sampler.rollouts(3)
-        assert found == [((3, 3, 1, 2), True)]
+        assert stopped.value.args == (3, 3, 1, 2) and (tmp_path / "pending.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.tools.rehearse.agreement import disagreements
-from nemo_oprd.tools.rehearse.command import EXPERTS_LOADS
-from nemo_oprd.tools.rehearse.experts import LOADS, visits
+from nemo_oprd.tools.rehearse.command import EXPERTS_LOADS, disagreements
+from nemo_oprd.tools.rehearse.host_values import LOADS, visits
 
 
 def exchange(received: list[int], sent: list[int]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 from packaging.requirements import Requirement
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.tools.rehearse import layers, te_package
-from nemo_oprd.tools.rehearse.known_waits import unknown_waits
+from nemo_oprd.tools.rehearse import layers
+from nemo_oprd.tools.rehearse.command import unknown_waits
 from nemo_oprd.tools.rehearse.te_functions import Functions, NotRehearsed
 
 ROOT = Path(__file__).parents[3]
@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[3]
 def test_versions_of_transformer_engine_are_those_of_the_extra() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["te"]
     (wanted,) = [each for each in map(Requirement, extra) if each.marker is None or each.marker.evaluate()]
-    specifier, tested = te_package.accepted()
+    specifier, tested = layers.accepted()
     assert specifier == wanted.specifier
     assert specifier.contains(tested)
 
 
 @pytest.mark.parametrize("found", [None, "1.13.0"])
 def test_files_that_are_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str | None) -> None:
-    monkeypatch.setenv(te_package.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(layers.FOLDER_VARIABLE, str(tmp_path))
     if found:
         metadata = tmp_path / f"transformer_engine-{found}.dist-info" / "METADATA"
         metadata.parent.mkdir()

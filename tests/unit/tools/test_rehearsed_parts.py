@@ -20,8 +20,7 @@ from nemo_oprd.run.resolve import RunSpec, resolve
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster
 from nemo_oprd.tools.plan.memory import rows_on_rank
-from nemo_oprd.tools.rehearse.agreement import disagreements
-from nemo_oprd.tools.rehearse.command import PARTS, planned_bytes, ranks_of_interest, role_of
+from nemo_oprd.tools.rehearse.command import PARTS, disagreements, planned_bytes, ranks_of_interest, role_of
 
 TWO_STAGES = ("student.parallel.tensor=2", "student.parallel.pipeline=2", "teacher.parallel.tensor=2")
 

@@ -21,7 +21,7 @@ from nemo_oprd.tools.report import page as pages
 from nemo_oprd.tools.report.figures import interval, number, signed
 from nemo_oprd.tools.report.page import write_report
 from nemo_oprd.tools.report.panels import training_minutes
-from nemo_oprd.tools.report.tokens import token_panel
+from nemo_oprd.tools.report.responses import token_panel
 
 pytest.importorskip("matplotlib")
 MINUS = "\N{MINUS SIGN}"

@@ -14,8 +14,8 @@ from nemo_oprd.cli import main
 from nemo_oprd.tools.report import page as pages
 from nemo_oprd.tools.report.figures import COLORS
 from nemo_oprd.tools.report.page import write_report
+from nemo_oprd.tools.report.responses import LEVELS
 from nemo_oprd.tools.report.tables import in_attribute, in_text
-from nemo_oprd.tools.report.tokens import LEVELS
 
 pytest.importorskip("matplotlib")
 TURNED, NUL, NARROW, HALF = "\u202e", "\0", "\u200b", "\ud800"

@@ -1,0 +1,176 @@
+"""The inputs of a training run: the stage between `RunSpec` and `TrainingRun`.
+
+    RunSpec      what a run is, from the configuration and config.json files    resolve.py
+    RunInputs    what it reads: tokenizers, prompts or recorded rollouts, weights' files, the checkpoint to resume from
+    TrainingRun  what runs: models, engine, sampler, records                    training.py
+
+`read_inputs` makes every check that needs no model, and leaves no trace: it writes nothing and does not communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_oprd.config.resume_rules import Change
+from nemo_oprd.config.schema import Config
+from nemo_oprd.megatron.parallel import first_ranks
+from nemo_oprd.megatron.weights.torch_dist import OtherCheckpointError
+from nemo_oprd.run.checkpoint_directory import (
+    find_checkpoint,
+    find_damage_inside,
+    find_damage_together,
+    has_digests,
+    iteration_directory,
+    newest_steps,
+)
+from nemo_oprd.run.checks import wait_for_endpoints
+from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
+from nemo_oprd.run.engine_kinds import ENGINES
+from nemo_oprd.run.models import RunFiles, RunPlan, make_plan
+from nemo_oprd.run.resolve import RunSpec
+from nemo_oprd.run.resume import check_resume, compare_settings
+from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature
+from nemo_oprd.runtime.disk import check_output
+from nemo_oprd.runtime.messages import is_first_rank
+from nemo_oprd.runtime.output_directories import check_directory
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint from which a run goes on.
+
+    Attributes:
+        step: updates in it; None for a new run.
+        notes: lines about damaged checkpoints that were skipped, and a missing digest.
+        changed: settings that differ from those under which the last kept step ran; all are permitted.
+        seen: the checkpoints that were there, as `newest_steps` returns them.
+    """
+
+    step: int | None
+    notes: tuple[str, ...]
+    changed: tuple[Change, ...]
+    seen: tuple[str | None, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a training run reads; see the module."""
+
+    plan: RunPlan
+    data: TrainingData
+    resume: ResumePoint
+
+    @property
+    def spec(self) -> RunSpec:
+        """Returns the stage from which these inputs were made."""
+        return self.plan.run
+
+    @property
+    def config(self) -> Config:
+        """Returns the configuration of the run."""
+        return self.plan.run.config
+
+    @property
+    def files(self) -> RunFiles:
+        """Returns the files of the run's models."""
+        return self.plan.files
+
+
+def read_inputs(spec: RunSpec) -> RunInputs:
+    """Reads and checks everything that a training run needs before models are built. Every rank calls this.
+
+    Raises:
+        ValueError: the configuration, a model, the data or a checkpoint is wrong.
+    """
+    config = spec.config
+    check_output(config.output)
+    check_directory(Path(config.output), "train")
+    files = RunFiles(config, spec.models)
+    data = read_training_data(spec, files)
+    if data.recorded is None:
+        ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
+    plan = make_plan(spec, files)
+    if data.recorded is None:
+        check_bridge_tokenizers(plan.objective, files)
+    inputs = RunInputs(plan, data, find_resume_point(plan))
+    wait_for_endpoints(config)
+    return inputs
+
+
+def find_resume_point(plan: RunPlan, damaged: Mapping[int, str] | None = None) -> ResumePoint:
+    """Finds the newest checkpoint of the run's directory that is complete and belongs to this run.
+
+    Args:
+        damaged: updates of a checkpoint -> the damage that its digests have shown.
+
+    Raises:
+        ValueError: no checkpoint is complete, the newest one is of another student or of a run that cannot go on with
+            these settings, or settings that change the result differ without permission.
+    """
+    config, root, known = plan.run.config, checkpoints_of(plan.run.config), dict(damaged or {})
+    seen = newest_steps(root)
+    while True:
+        step, notes = find_checkpoint(root, known)
+        damage = None if step is None else _check(plan, root, step)
+        if step is None or damage is None:
+            return ResumePoint(step, tuple(notes), tuple(check_resume(config, step)), seen)
+        known[step] = damage
+
+
+def _check(plan: RunPlan, root: Path, step: int) -> str | None:
+    """Returns the damage of a checkpoint that cannot be read; None if this run can go on from it.
+
+    Raises:
+        ValueError: it is of another student, or was made with a setting with which this run cannot go on.
+    """
+    config = plan.run.config
+    try:
+        check_checkpoint(root, step, plan.files.student.spec)
+    except OtherCheckpointError:
+        raise
+    except ValueError:
+        damage = find_damage_inside(iteration_directory(root, step))
+        if damage is None:
+            raise
+        return damage
+    try:
+        check_resume_signature(root, step, config, plan.objective, plan.needs)
+    except ValueError as error:  # no run can resume with this one setting; the message should list the others, too
+        refused = ", ".join(map(str, compare_settings(config, step).refused))
+        raise ValueError(f"{error}" + (f" (changed settings: {refused})" if refused else "")) from error
+    return None
+
+
+def agree_on_resume(inputs: RunInputs) -> ResumePoint:
+    """Returns the first rank's resume point, whose files are whole; the same on every rank of the world.
+
+    The first rank holds the lock of the directory by now. It looks again only if another run has written a checkpoint
+    in between. Every rank reads its share of the checkpoint's files.
+
+    Raises:
+        ValueError: as `find_resume_point`.
+    """
+    point, root, damaged = inputs.resume, checkpoints_of(inputs.config), dict[int, str]()
+    if is_first_rank() and newest_steps(root) != point.seen:
+        point = find_resume_point(inputs.plan)
+    while True:
+        point = first_ranks(point)
+        if point.step is None:
+            return point
+        directory = iteration_directory(root, point.step)
+        damage = find_damage_together(directory)
+        if damage is None:
+            break
+        damaged[point.step] = damage
+        point = find_resume_point(inputs.plan, damaged)
+    if has_digests(directory):
+        return point
+    note = f"{directory} has no digests (an earlier version wrote it): only its files' sizes were checked"
+    return replace(point, notes=(*point.notes, note))
+
+
+def checkpoints_of(config: Config) -> Path:
+    """Returns the directory of a run's checkpoints."""
+    return Path(config.output) / "checkpoints"
