@@ -1,18 +1,19 @@
-"""Checks of a run that need only the configuration, the number of ranks and the models' config.json, and `idle_ranks`.
+"""Checks of a start that need only a configuration, a number of ranks and config.json, and `idle_ranks`.
 
-No torch, no weights. `resolve.py` calls these functions, once for a run. `models.py` and `data.py` of this package, and
-the commands, make the checks that need tokenizers, prompts, bridges or weights.
+No torch, no weights. Each function is one check. The checks of a stage are in a table with their codes, in order:
+`LAYOUT_CHECKS` here, `config_checks`, `run_checks` and `sampling_checks` in `preflight.py`. `train` and the other
+commands stop at the first refusal; `doctor` reports all of a stage. `inputs.py` has what needs files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
@@ -23,10 +24,52 @@ from nemo_oprd.losses.layer_mapping import check_norms_match, layer_pairs, super
 from nemo_oprd.models import ModelSpec, check_same_width
 from nemo_oprd.models.rope import Rope
 from nemo_oprd.run.engine_kinds import ENGINES
+from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
+from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.vllm.endpoint import check_endpoints, wait_for_servers
 from nemo_oprd.vllm.placement import dedicated_ranks
 from nemo_oprd.vllm.teacher_launch import KEY, check_settings
+
+Stage = TypeVar("Stage")
+
+
+@dataclass(frozen=True)
+class Check(Generic[Stage]):
+    """A check of a stage of a start.
+
+    Attributes:
+        code: its name, which `doctor` writes beside a refusal.
+        function: raises ValueError if the stage cannot start; the message names the value, what was expected, and the
+            fix.
+    """
+
+    code: str
+    function: Callable[[Stage], None]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A failed check: its code, and its error."""
+
+    code: str
+    error: ValueError
+
+
+def refusals(checks: Iterable[Check[Stage]], stage: Stage) -> Iterator[Refusal]:
+    """Makes the checks in order; yields those that fail. A caller that stops here makes no later check."""
+    for check in checks:
+        try:
+            check.function(stage)
+        except ValueError as error:
+            yield Refusal(check.code, error)
+
+
+def stop_at_first(found: Iterable[Refusal]) -> None:
+    """Raises the ValueError of the first refusal, if there is one."""
+    for refusal in found:
+        raise refusal.error
+
 
 # Idle ranks: ranks without a response in a step. A response is not divided over data-parallel ranks, so some may have
 # none. Plain arithmetic, without torch: `nemo-oprd plan` and a starting run report the same.
@@ -232,29 +275,44 @@ def _teacher_endpoints(config: Config) -> dict[str, list[str]]:
     return found
 
 
+@dataclass(frozen=True)
+class PlacedModels:
+    """The models of a run on their ranks.
+
+    Attributes:
+        teachers: all teachers, also those on servers, which have no ranks.
+    """
+
+    config: Config
+    student: ModelSpec
+    teachers: Sequence[ModelSpec]
+    student_layout: Layout
+    teacher_layout: Layout
+
+
 def check_layouts(
     config: Config, student: ModelSpec, teachers: Sequence[ModelSpec], world_size: int
 ) -> tuple[Layout, Layout]:
-    """Returns (student layout, teacher layout), checked against all models and the rollout engine.
+    """Returns (student layout, teacher layout) after all `LAYOUT_CHECKS`.
 
     Raises:
         ValueError: the parallel sizes do not fit the number of ranks, or a model's heads, widths or layers.
     """
-    student_layout, teacher_layout = make_layouts(config, world_size)
-    served = config.served_teachers
-    held = [spec for number, spec in enumerate(teachers) if number not in served]
-    roles = [("student", student, student_layout), *(("teacher", teacher, teacher_layout) for teacher in held)]
-    for role, spec, layout in roles:
+    layouts = make_layouts(config, world_size)
+    stop_at_first(refusals(LAYOUT_CHECKS, PlacedModels(config, student, teachers, *layouts)))
+    return layouts
+
+
+def check_parallel_sizes(placed: PlacedModels) -> None:
+    """Raises ValueError unless the parallel sizes divide the heads, widths, experts and layers of all models."""
+    served = placed.config.served_teachers
+    held = [spec for number, spec in enumerate(placed.teachers) if number not in served]
+    roles = [("student", placed.student, placed.student_layout)]
+    for role, spec, layout in [*roles, *(("teacher", teacher, placed.teacher_layout) for teacher in held)]:
         spec.check_tensor_parallel(layout.tensor, f"{role}.parallel.tensor")
         spec.check_expert_parallel(layout.expert, layout.expert_tensor, f"{role}.parallel")
         spec.check_attention_parallel(layout.tensor, layout.context, f"{role}.parallel")
         layout.layers_per_stage(spec.num_layers)
-    check_experts_train(student, student_layout)
-    check_router_settings(config, student)
-    check_engine_sizes(config, student)
-    check_rollout_ranks(config, student_layout.size)
-    check_recompute(config, student.num_layers)
-    return student_layout, teacher_layout
 
 
 def check_dispatcher(layout: Layout, key: str) -> None:
@@ -348,6 +406,16 @@ def check_recompute(config: Config, num_layers: int) -> None:
             f"student.recompute_num_layers={config.student.recompute_num_layers}: expected at most the model's "
             f"{num_layers} layers; choose 1 to {num_layers}"
         )
+
+
+LAYOUT_CHECKS: tuple[Check[PlacedModels], ...] = (
+    Check("parallel-sizes", check_parallel_sizes),
+    Check("experts-without-sequence", lambda placed: check_experts_train(placed.student, placed.student_layout)),
+    Check("router-settings", lambda placed: check_router_settings(placed.config, placed.student)),
+    Check("sampling-sizes", lambda placed: check_engine_sizes(placed.config, placed.student)),
+    Check("sampling-ranks", lambda placed: check_rollout_ranks(placed.config, placed.student_layout.size)),
+    Check("recomputed-layers", lambda placed: check_recompute(placed.config, placed.student.num_layers)),
+)
 
 
 def check_bridge_rank(config: Config, student: ModelSpec, teacher: ModelSpec) -> None:
@@ -460,6 +528,12 @@ def check_graders(config: Config) -> None:
     """Raises ValueError unless the judge is installed and the graders exist; imports those of the user's own."""
     check_judge("evaluation.judge", config.evaluation.judge)
     GraderChoice(config.evaluation.graders, config.evaluation.judge)
+
+
+def check_output_directory(config: Config, command: str) -> None:
+    """Raises ValueError unless `command` can, and may, write into `config.output`; writes nothing."""
+    check_output(config.output)
+    check_directory(Path(config.output), command)
 
 
 def check_evaluates(config: Config) -> None:

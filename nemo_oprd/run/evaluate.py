@@ -17,13 +17,11 @@ from nemo_oprd.evaluation.responses import METRICS
 from nemo_oprd.evaluation.tables import details, table
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.run.checks import wait_for_sampling_endpoints
+from nemo_oprd.run.checks import check_output_directory, wait_for_sampling_endpoints
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
 from nemo_oprd.run.models import student_files
 from nemo_oprd.run.prompt_files import held_out_problems
 from nemo_oprd.run.resolve import SamplingSpec, servers_ids
-from nemo_oprd.runtime.disk import check_output
-from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
@@ -42,8 +40,7 @@ def evaluate(sampling: SamplingSpec) -> None:
     config = sampling.config
     model = student_files(config, sampling.student)
     tokenizer, spec = model.tokenizer, model.spec
-    check_output(config.output)
-    check_directory(Path(config.output), "evaluate")
+    check_output_directory(config, "evaluate")
     model.check_vocabulary()
     evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
     kind = ENGINES[config.rollout.engine]

@@ -35,15 +35,13 @@ from nemo_oprd.rollout.engine import Request, RolloutEngine
 from nemo_oprd.rollout.exchange import first_ranks_rollouts
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.rollout.schedule import training_requests, training_sampling
-from nemo_oprd.run.checks import check_experts_train
+from nemo_oprd.run.checks import check_experts_train, check_output_directory
 from nemo_oprd.run.data import read_prompts, recorded_rollouts
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
 from nemo_oprd.run.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.run.resolve import RunSpec
-from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.runtime.messages import ON_STDOUT, is_first_rank
-from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, agree
 
@@ -204,8 +202,7 @@ def fit_bridge(spec: RunSpec) -> None:
         Stopped: a signal asked the process to stop; the same command resumes with the rollouts that were kept.
     """
     output = Path(spec.config.output)
-    check_output(spec.config.output)
-    check_directory(output, "fit-bridge")
+    check_output_directory(spec.config, "fit-bridge")
     spec = _without_sequence_parallelism(spec)
     config, files = spec.config, RunFiles(spec.config, spec.models)
     with ExitStack() as stack:

@@ -25,16 +25,14 @@ from nemo_oprd.run.checkpoint_directory import (
     iteration_directory,
     newest_steps,
 )
-from nemo_oprd.run.checks import wait_for_endpoints
+from nemo_oprd.run.checks import check_output_directory, wait_for_endpoints
 from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
 from nemo_oprd.run.engine_kinds import ENGINES
 from nemo_oprd.run.models import RunFiles, RunPlan, make_plan
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.run.resume import check_resume, compare_settings
 from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature
-from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
-from nemo_oprd.runtime.output_directories import check_directory
 
 
 @dataclass(frozen=True)
@@ -85,18 +83,26 @@ def read_inputs(spec: RunSpec) -> RunInputs:
         ValueError: the configuration, a model, the data or a checkpoint is wrong.
     """
     config = spec.config
-    check_output(config.output)
-    check_directory(Path(config.output), "train")
-    files = RunFiles(config, spec.models)
-    data = read_training_data(spec, files)
-    if data.recorded is None:
-        ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
-    plan = make_plan(spec, files)
-    if data.recorded is None:
-        check_bridge_tokenizers(plan.objective, files)
+    check_output_directory(config, "train")
+    data, plan = read_data_and_models(spec, RunFiles(config, spec.models))
     inputs = RunInputs(plan, data, find_resume_point(plan))
     wait_for_endpoints(config)
     return inputs
+
+
+def read_data_and_models(spec: RunSpec, files: RunFiles) -> tuple[TrainingData, RunPlan]:
+    """Reads and checks the data and the models' files of a training run, which `doctor` needs, too.
+
+    Raises:
+        ValueError: the data or a model is wrong, or the engine cannot sample on this machine.
+    """
+    data = read_training_data(spec, files)
+    if data.recorded is None:
+        ENGINES[spec.config.rollout.engine].check_device(spec.config.rollout, files.student.spec)
+    plan = make_plan(spec, files)
+    if data.recorded is None:
+        check_bridge_tokenizers(plan.objective, files)
+    return data, plan
 
 
 def find_resume_point(plan: RunPlan, damaged: Mapping[int, str] | None = None) -> ResumePoint:

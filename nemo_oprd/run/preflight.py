@@ -1,15 +1,24 @@
-"""Checks a command's configuration before torch is imported, and afterwards whether torch sees the promised GPUs."""
+"""The first two stages of a start, before torch is imported: what is asked, and what the run is.
+
+    StartRequest             a configuration, a number of ranks and a command         config_checks
+    RunSpec, SamplingSpec    models, layers, layouts, from config.json (resolve.py)   LAYOUT_CHECKS, run_checks
+
+`preflight` stops at the first check that fails; `doctor` asks `refused_start` for all of a stage. The next stage,
+`RunInputs`, is in `inputs.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from nemo_oprd.config.schema import Config, ModelSource
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
 from nemo_oprd.run import checks
-from nemo_oprd.run.resolve import RunSpec, SamplingSpec, resolve, resolve_sampling
+from nemo_oprd.run.checks import LAYOUT_CHECKS, Check, Refusal, refusals, stop_at_first
+from nemo_oprd.run.resolve import RunSpec, SamplingSpec, derive, resolve_sampling
 from nemo_oprd.runtime.files import why_no_file
 from nemo_oprd.runtime.gpus import check_promise
 
@@ -117,52 +126,131 @@ def _bridges(config: Config) -> Iterator[NamedFile]:
             yield NamedFile(key, str(path), "a bridge made by nemo-oprd fit-bridge", fix, (".safetensors",), True)
 
 
-def preflight(
-    config: Config, world_size: int, command: str, *, against_reference: bool = False, origin: Origin | None = None
-) -> RunSpec:
-    """Returns the run that `command` makes of a configuration on `world_size` ranks, checked by the config.json files.
+# `doctor` makes the checks of `train`, except those of servers, which it examines itself
+Command: TypeAlias = Literal["train", "verify", "fit-bridge", "doctor", "plan", "rehearse", "evaluate"]
+_TRAIN: tuple[Command, ...] = ("train", "doctor")
+_WITHOUT_LAUNCH: tuple[Command, ...] = ("plan", "rehearse")  # they start nothing here
 
-    Args:
-        command: train, verify, fit-bridge, or doctor, which makes the checks of `train` and examines the engine
-            itself.
+
+@dataclass(frozen=True)
+class StartRequest:
+    """The first stage of a start: what a command was asked to do.
+
+    Attributes:
+        ranks: the number of ranks of the job.
         against_reference: `verify` also computes the Hugging Face reference.
         origin: returns the file that sets a key, for messages.
+    """
+
+    config: Config
+    ranks: int
+    command: Command
+    against_reference: bool = False
+    origin: Origin | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Returns whether the command samples responses, rather than reads recorded ones."""
+        return self.command not in ("verify", *_WITHOUT_LAUNCH) and self.config.rollout.replay is None
+
+    def check_models(self) -> None:
+        """Raises ValueError unless the directories of the models exist."""
+        check_models(self.config, self.origin, student_alone=self.command == "evaluate")
+
+    def check_replays(self) -> None:
+        """Raises ValueError unless `verify` has recorded rollouts; see `checks.check_replays`."""
+        checks.check_replays(self.config, against_reference=self.against_reference)
+
+
+def config_checks(request: StartRequest) -> Iterator[Check[StartRequest]]:
+    """Yields the checks of the first stage that this command needs, in order."""
+    evaluates = request.command == "evaluate"
+    trains = request.command in _TRAIN
+    if trains or request.command in _WITHOUT_LAUNCH:
+        yield Check("no-loss", lambda request: checks.check_trains(request.config))
+    if trains:
+        yield Check("export-over-model", lambda request: checks.check_sources_stay(request.config))
+        yield Check("logger-missing", lambda request: checks.check_logging(request.config))
+    if evaluates:
+        yield Check("no-validation", lambda request: checks.check_evaluates(request.config))
+    if evaluates or (trains and request.config.evaluation.every):
+        yield Check("grader-missing", lambda request: checks.check_graders(request.config))
+    if request.command == "verify":
+        yield Check("no-recording", StartRequest.check_replays)
+    if request.command == "fit-bridge":
+        yield Check("several-teachers", lambda request: checks.check_one_teacher(request.config))
+    if request.samples and not evaluates:
+        yield Check("no-prompts", lambda request: checks.check_prompts_given(request.config))
+    yield Check(MODEL_MISSING, StartRequest.check_models)
+
+
+MODEL_MISSING = "model-missing"
+
+
+def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
+    """Yields the checks of a run with teachers on its ranks that this command needs, in order."""
+    if request.command in _WITHOUT_LAUNCH:
+        return
+    launches = request.command != "doctor"
+    if request.samples and launches:
+        yield Check("engine", lambda run: checks.check_engine(run.config, run.models.student.spec))
+    if launches:
+        yield Check("teacher-servers", lambda run: checks.check_teacher_servers(run.config))
+    evaluation = request.config.evaluation
+    if request.command in _TRAIN and evaluation.teacher and request.config.rollout.replay is None:
+        yield Check(
+            "teacher-not-sampled",
+            lambda run: checks.check_same_architecture(run.models.student.spec, run.models.teachers[0].spec),
+        )
+    yield Check("dispatcher", _check_dispatchers)
+    if request.command == "fit-bridge":
+        yield Check(
+            "bridge-rank",
+            lambda run: checks.check_bridge_rank(run.config, run.models.student.spec, run.models.teachers[0].spec),
+        )
+    yield Check("file-missing", lambda run: check_files(run.config, request.command, request.origin))
+    yield Check("gpus-missing", lambda run: check_promise())
+
+
+def _check_dispatchers(run: RunSpec) -> None:
+    checks.check_dispatcher(run.student_layout, "student.parallel.dispatcher")
+    checks.check_dispatcher(run.teacher_layout, "teacher.parallel.dispatcher")
+
+
+def preflight(
+    config: Config, world_size: int, command: Command, *, against_reference: bool = False, origin: Origin | None = None
+) -> RunSpec:
+    """Returns the run that `command` makes of a configuration on `world_size` ranks, after its checks.
+
+    Args:
+        against_reference, origin: as in `StartRequest`.
 
     Raises:
         ValueError: the configuration and the models' config.json contain a mistake, or torch does not see the GPUs that
             the launcher gives.
     """
-    assert command in ("train", "verify", "fit-bridge", "doctor"), command
-    trains = command in ("train", "doctor")
-    samples = command != "verify" and config.rollout.replay is None
-    if trains:
-        checks.check_trains(config)
-        checks.check_sources_stay(config)
-        checks.check_logging(config)
-        if config.evaluation.every:
-            checks.check_graders(config)
-    elif command == "verify":
-        checks.check_replays(config, against_reference=against_reference)
-    else:
-        checks.check_one_teacher(config)
-    if samples:
-        checks.check_prompts_given(config)
-    check_models(config, origin)
-    run = resolve(config, world_size, fitting=command == "fit-bridge")
-    student, teacher = run.models.student.spec, run.models.teachers[0].spec
-    if samples and command != "doctor":
-        checks.check_engine(config, student)
-    if command != "doctor":
-        checks.check_teacher_servers(config)
-    if trains and config.evaluation.teacher and config.rollout.replay is None:
-        checks.check_same_architecture(student, teacher)
-    checks.check_dispatcher(run.student_layout, "student.parallel.dispatcher")
-    checks.check_dispatcher(run.teacher_layout, "teacher.parallel.dispatcher")
-    if command == "fit-bridge":
-        checks.check_bridge_rank(config, student, teacher)
-    check_files(config, command, origin)
-    check_promise()
+    request = StartRequest(config, world_size, command, against_reference, origin)
+    stop_at_first(refusals(config_checks(request), request))
+    run = derive(config, world_size, fitting=command == "fit-bridge")
+    stop_at_first(refusals(LAYOUT_CHECKS, run.placed))
+    stop_at_first(refusals(run_checks(request), run))
     return run
+
+
+def refused_start(request: StartRequest) -> list[Refusal]:
+    """Returns every refusal of `preflight`, which raises the first one; [] if it raises none.
+
+    Without the models' config.json, or with one that can't be read, the later stages are not checked.
+    """
+    found = list(refusals(config_checks(request), request))
+    if any(refusal.code == MODEL_MISSING for refusal in found):
+        return found
+    try:
+        run = derive(request.config, request.ranks, fitting=request.command == "fit-bridge")
+    except ValueError as error:
+        return [*found, Refusal("models", error)]
+    found += refusals(LAYOUT_CHECKS, run.placed)
+    return [*found, *refusals(run_checks(request), run)]
 
 
 def preflight_evaluation(config: Config, world_size: int, *, origin: Origin | None = None) -> SamplingSpec:
@@ -171,12 +259,16 @@ def preflight_evaluation(config: Config, world_size: int, *, origin: Origin | No
     Raises:
         ValueError: as `preflight`.
     """
-    checks.check_evaluates(config)
-    checks.check_graders(config)
-    check_models(config, origin, student_alone=True)
+    request = StartRequest(config, world_size, "evaluate", origin=origin)
+    stop_at_first(refusals(config_checks(request), request))
     sampling = resolve_sampling(config, world_size)
-    if config.rollout.replay is None:
-        checks.check_engine(config, sampling.student.spec)
-    check_files(config, "evaluate", origin)
-    check_promise()
+    stop_at_first(refusals(sampling_checks(request), sampling))
     return sampling
+
+
+def sampling_checks(request: StartRequest) -> Iterator[Check[SamplingSpec]]:
+    """Yields the checks of a program that only samples, in order."""
+    if request.samples:
+        yield Check("engine", lambda sampling: checks.check_engine(sampling.config, sampling.student.spec))
+    yield Check("file-missing", lambda sampling: check_files(sampling.config, request.command, request.origin))
+    yield Check("gpus-missing", lambda sampling: check_promise())

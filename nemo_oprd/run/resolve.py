@@ -99,6 +99,12 @@ class RunSpec:
         """Returns the layout of teachers on servers."""
         return checks.reader_layout(self.student_layout)
 
+    @property
+    def placed(self) -> checks.PlacedModels:
+        """Returns the stage of the `LAYOUT_CHECKS`."""
+        specs = self.models.student.spec, self.models.teacher_specs
+        return checks.PlacedModels(self.config, *specs, self.student_layout, self.teacher_layout)
+
 
 @dataclass(frozen=True)
 class SamplingSpec:
@@ -122,9 +128,15 @@ def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpe
     Raises:
         ValueError: a model, its layers or the parallel sizes do not fit the configuration.
     """
+    run = derive(config, world_size, fitting=fitting)
+    checks.stop_at_first(checks.refusals(checks.LAYOUT_CHECKS, run.placed))
+    return run
+
+
+def derive(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
+    """Does what `resolve` does, without the `LAYOUT_CHECKS`."""
     models = resolve_models(config, fitting=fitting)
-    layouts = checks.check_layouts(config, models.student.spec, models.teacher_specs, world_size)
-    return RunSpec(config, models, *layouts)
+    return RunSpec(config, models, *checks.make_layouts(config, world_size))
 
 
 def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:

@@ -23,12 +23,11 @@ from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.distillation.step import StepResult
 from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
+from nemo_oprd.run.checks import check_output_directory
 from nemo_oprd.run.data import recorded_rollouts
 from nemo_oprd.run.models import build_distiller, make_plan
 from nemo_oprd.run.resolve import RunSpec
-from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import write_atomically
-from nemo_oprd.runtime.output_directories import check_directory
 
 Accumulate = Callable[..., StepResult]
 
@@ -44,9 +43,7 @@ def verify(spec: RunSpec, accumulate: Accumulate, *, against_reference: bool = F
         ValueError: the configuration, a model or the rollouts are wrong, or `config.output` holds other files.
     """
     config = spec.config
-    output = Path(config.output)
-    check_output(config.output)
-    check_directory(output, "verify")
+    check_output_directory(config, "verify")
     rollouts = recorded_rollouts(config, spec.models)
     assert rollouts is not None
     with closing(build_distiller(make_plan(spec))) as distiller:

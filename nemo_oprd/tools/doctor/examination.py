@@ -33,11 +33,11 @@ from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, 
 from nemo_oprd.rollout.schedule import training_sampling
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.run.canary import Proof, prove_models
-from nemo_oprd.run.checks import check_same_architecture, check_teacher_servers, wait_for_endpoints
-from nemo_oprd.run.data import check_bridge_tokenizers, read_prompts
+from nemo_oprd.run.checks import check_engine, check_same_architecture, check_teacher_servers, wait_for_endpoints
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
+from nemo_oprd.run.inputs import read_data_and_models
 from nemo_oprd.run.likely_mistakes import prompts_alike
-from nemo_oprd.run.models import ModelFiles, RunFiles, RunPlan, build_distiller, make_plan
+from nemo_oprd.run.models import ModelFiles, RunFiles, build_distiller
 from nemo_oprd.run.prompt_files import training_prompts, validation_problems
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.messages import is_first_rank
@@ -224,11 +224,9 @@ class Examination:
     def prepare(self) -> bool:
         """Makes the plan of the run and joins the process group; False if `train` would refuse the configuration."""
         try:
-            ENGINES[self.config.rollout.engine].check_here(self.config.rollout, self.files.student.spec)
-            prompts, self.inputs = read_prompts(self.config, self.files, self.routing)
-            self.prompts = prompts.training
-            self.plan: RunPlan = make_plan(self.spec, self.files)
-            check_bridge_tokenizers(self.plan.objective, self.files)
+            check_engine(self.config, self.files.student.spec)
+            data, self.plan = read_data_and_models(self.spec, self.files)
+            self.prompts, self.inputs = data.prompts, data.teacher_inputs
             if self.run.evaluation.teacher and self.run.rollout.replay is None:
                 check_same_architecture(self.files.student.spec, self.files.teachers[0].spec)
             wait_for_endpoints(self.config)

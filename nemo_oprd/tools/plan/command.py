@@ -6,9 +6,7 @@ import argparse
 import json
 
 from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
-from nemo_oprd.run.checks import check_trains
-from nemo_oprd.run.preflight import check_models
-from nemo_oprd.run.resolve import resolve
+from nemo_oprd.run.preflight import preflight
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.plan.alternatives import alternatives
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
@@ -39,9 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """
     file = json_file(options, r'\{\s*"ranks":')
     config = config_of(options)
-    check_trains(config)
-    check_models(config, origin(options))
-    run_spec = resolve(config, options.ranks)
+    run_spec = preflight(config, options.ranks, "plan", origin=origin(options))
     layers: Layers = "transformer_engine" if config.precision == "bf16" else "local"
     cluster = Cluster(options.ranks, gpu_of(options), options.gpus_per_node, layers)
     lengths = Lengths(options.prompt_tokens, options.response_tokens, options.problems)

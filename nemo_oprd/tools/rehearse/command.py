@@ -17,10 +17,9 @@ from typing import Any
 
 from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
 from nemo_oprd.config.schema import Config
-from nemo_oprd.run.checks import check_trains
 from nemo_oprd.run.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
-from nemo_oprd.run.preflight import check_models
-from nemo_oprd.run.resolve import RunSpec, resolve
+from nemo_oprd.run.preflight import preflight
+from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.plan.estimate import Estimate, Lengths, RankKind, estimate
 from nemo_oprd.tools.plan.gpus import ASSUMED, Cluster, add_gpus, gpu_of, in_bytes
@@ -239,7 +238,6 @@ def run(options: argparse.Namespace) -> int:
     """
     file = json_file(options, r'\{\s*"ranks":')
     config = config_of(options)
-    check_trains(config)
     layers.check(options.layers, config)
     if config.served_teachers:
         raise ValueError(
@@ -247,8 +245,7 @@ def run(options: argparse.Namespace) -> int:
             "teacher.placement=dedicated for the student's part"
         )
     layers.make_bridge_importable(options.layers, config)
-    check_models(config, origin(options))
-    run_spec = resolve(config, options.ranks)
+    run_spec = preflight(config, options.ranks, "rehearse", origin=origin(options))
     student, teachers = run_spec.models.student.spec, dict(enumerate(run_spec.models.teacher_specs))
     prompt = prompt_tokens(config, student, options.prompt_tokens)
     response = min(options.response_tokens or config.rollout.max_new_tokens, longest_response(config, student, prompt))

@@ -74,8 +74,7 @@ def test_servers_on_the_students_gpus_refuse_a_lag_before_models_are_loaded(
         raise Planned
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("check_output", "check_directory"):
-        monkeypatch.setattr(inputs, name, lambda *_: None)
+    monkeypatch.setattr(inputs, "check_output_directory", lambda *_: None)
     files = SimpleNamespace(student=SimpleNamespace(spec=None))
     monkeypatch.setattr(inputs, "RunFiles", lambda *_: files)
     monkeypatch.setattr(inputs, "read_training_data", lambda *_: SimpleNamespace(recorded=None))

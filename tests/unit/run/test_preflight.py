@@ -13,7 +13,15 @@ import pytest
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models.checkpoint_directory import check_torch_dist
-from nemo_oprd.run.preflight import preflight, preflight_evaluation
+from nemo_oprd.run.checks import LAYOUT_CHECKS
+from nemo_oprd.run.preflight import (
+    StartRequest,
+    config_checks,
+    preflight,
+    preflight_evaluation,
+    refused_start,
+    run_checks,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # The command line as `python -m nemo_oprd` runs it; at exit the modules that a mistake must not have waited for.
@@ -209,3 +217,46 @@ def test_a_checkpoint_of_another_kind(tmp_path: Path, content: str, message: str
     with pytest.raises(ValueError) as error:
         check_torch_dist(tmp_path)
     assert message in str(error.value)
+
+
+def test_doctor_reports_every_refusal_of_a_stage_and_train_the_first(tmp_path: Path) -> None:
+    """Each check has a code of its own, and the mistakes of all stages before torch are found in one visit."""
+    given = ["loss.representation.weight=0", "student.parallel.tensor=3", "rollout.tensor=2", "data.train=gone.jsonl"]
+    config = load_config("verify", [*PAIR, "rollout.replay=null", *given])
+    refused = refused_start(StartRequest(config, 3, "doctor"))
+    assert [each.code for each in refused] == [
+        "no-loss", "parallel-sizes", "sampling-ranks", "file-missing"
+    ]  # fmt: skip
+    assert [HEADS in str(each.error) for each in refused] == [False, True, False, False]
+    with pytest.raises(ValueError) as error:
+        preflight(config, 3, "train")
+    assert str(error.value) == str(refused[0].error)
+    # without a model there are no later stages
+    absent = load_config("verify", [*PAIR, "rollout.replay=null", *given, "student.hf_path=nowhere"])
+    assert [each.code for each in refused_start(StartRequest(absent, 3, "doctor"))] == ["no-loss", "model-missing"]
+
+
+def test_codes_of_the_start() -> None:
+    """Codes are unique within a command, and docs/doctor.md names those that `doctor` writes."""
+    page = (GOLDEN.parents[1] / "docs" / "doctor.md").read_text()
+    for command in ("train", "verify", "fit-bridge", "doctor", "plan", "evaluate"):
+        request = StartRequest(load_config("verify", [*PAIR, "evaluation.teacher=true"]), 1, command)  # type: ignore
+        codes = [each.code for table in (config_checks(request), LAYOUT_CHECKS, run_checks(request)) for each in table]
+        assert len(codes) == len(set(codes))
+        assert command != "doctor" or [code for code in codes if f"`{code}`" not in page] == []
+
+
+def test_doctor_writes_its_refusals(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    command = ["doctor", "--config-name", "verify", *PAIR, "rollout.replay=null", f"--json={file}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "nemo_oprd", *command, "loss.representation.weight=0", "data.train=null"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2 and ended.stderr.startswith("error: loss.representation.weight and loss.output.weight")
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("wrong    start")]
+    found = json.loads(file.read_text())["findings"]
+    assert [each["numbers"]["check"] for each in found] == ["no-loss", "no-prompts"] and len(lines) == 2
+    assert {each["code"] for each in found} == {"train-refuses"}
