@@ -39,7 +39,7 @@ from nemo_oprd.megatron.optimizer import (
     step_clipped,
     wrap_ddp,
 )
-from nemo_oprd.megatron.parallel import Role, on_device
+from nemo_oprd.megatron.parallel import Role, compute_dtype, on_device
 from nemo_oprd.megatron.param_names import named_parameters
 from nemo_oprd.megatron.partial_training import PartialTraining
 from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
@@ -83,6 +83,7 @@ class Student:
         *,
         source: str,
         build: ChunkBuilder = build_chunks,
+        average: EmaTeacher | None = None,
         trainable: bool = True,
     ) -> None:
         """Builds, loads and wraps this rank's part.
@@ -91,19 +92,20 @@ class Student:
             needs: the needs of the updates; they say whether the last stage needs the teachers' heads.
             read, read_teachers: return a tensor of the student, and of each teacher, by its HF name.
             source: the path of the student's weights, for messages.
+            average: the teacher that follows the student's weights; None without one, and outside its role.
             trainable: False builds no gradients and no optimizer; then only `hidden_states` can be used.
 
         Raises:
             ValueError: the layout does not fit the model, or the weights do not fit the model's config.
         """
         self.config, self.role, self.objective, self.needs = config, role, objective, needs
-        self.dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.dtype = compute_dtype(config.precision)
         representation = config.loss.representation
         self.adaptive = AdaptiveWeights(representation.adaptive, representation.positions)
         self.chunks: list[DistillingModel] = []
         self.ddp: list[Any] = []
         self.optimizer: Any = None
-        self.average: EmaTeacher | None = None
+        self.average = average
         self.optimizer_steps = 0
         self._teacher_heads: list[OutputHead | None] = [None] * len(objective.teachers)
         if not role.is_member:

@@ -284,6 +284,11 @@ _EXPERT_GROUPS = {
 }
 
 
+def compute_dtype(precision: str) -> torch.dtype:
+    """Returns the dtype of weights and products for a `precision` of the configuration."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
 def seed_everything(seed: int, tensor_rank: int = 0) -> None:
     """Seeds Python, numpy, torch and Megatron's RNG tracker (sequence parallelism needs it even without dropout)."""
     import random

@@ -17,7 +17,7 @@ from nemo_oprd.config.memory_bounds import CACHE_SHARE, UNCACHED_TOKENS, cache_b
 from nemo_oprd.config.rollout_schema import RolloutConfig
 from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.megatron.model import DistillingModel, build_chunks
-from nemo_oprd.megatron.parallel import Role, device, first_ranks, free_bytes, make_role, wait_for_all
+from nemo_oprd.megatron.parallel import Role, compute_dtype, device, first_ranks, free_bytes, make_role, wait_for_all
 from nemo_oprd.megatron.weights.hf import TensorReader, load_hf, load_stream
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.rollout.decoding import generate_batch, generate_whole_sequences
@@ -79,7 +79,7 @@ class MegatronEngine(Generates):
         self._with_digest = rollout.max_lag > 0  # for responses that outlive these weights
         self.role = make_role("rollout", layout)
         self._exchange = Exchange()
-        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._dtype = compute_dtype(precision)
         self._cached = provider is None
         self.model: DistillingModel | None = None
         if self.role.is_member and provider is None:

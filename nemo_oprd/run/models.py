@@ -22,8 +22,8 @@ from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.output_head import read_teacher_head
 from nemo_oprd.distillation.student import ChunkBuilder, Student
 from nemo_oprd.distillation.teacher import EmaTeacher, MegatronTeacher, Teacher
-from nemo_oprd.megatron.model import build_chunks
-from nemo_oprd.megatron.parallel import Role, device, init_distributed, make_role, seed_everything
+from nemo_oprd.megatron.model import DistillingModel, build_chunks
+from nemo_oprd.megatron.parallel import Role, compute_dtype, device, init_distributed, make_role, seed_everything
 from nemo_oprd.megatron.weights.hf import HFCheckpoint, ServedHead, TensorReader, finite, load_hf
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
 from nemo_oprd.run.checkpoint_directory import refuse_damage
@@ -349,6 +349,10 @@ def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool
     reader_role = make_role("teacher", run.reader_layout) if servers else teacher_role
     coords = student_role.coords or teacher_role.coords
     seed_everything(config.seed, coords.tensor if coords else 0)
+    dtype = compute_dtype(config.precision)
+    average = None
+    if TEACHER_KINDS[config.teacher.weights].averages and teacher_role.is_member:
+        average = EmaTeacher(_teacher_chunks(plan, teacher_role, 0), config.teacher.ema_decay)
     student = Student(
         config,
         student_role,
@@ -358,13 +362,14 @@ def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool
         [teacher.read for teacher in plan.files.teachers],
         source=config.student.path,
         build=plan.files.student.build,
+        average=average,
         trainable=trainable,
     )
     teachers: list[Teacher] = [
-        _served_teacher(number, reader_role, student.dtype, servers[number])
+        _served_teacher(number, reader_role, dtype, servers[number])
         if number in servers
-        else _build_teacher(config, student, teacher_role, needs, number, files)
-        for number, files in enumerate(plan.files.teachers)
+        else _build_teacher(plan, student, teacher_role, number)
+        for number in range(len(plan.files.teachers))
     ]
     for model in (plan.files.student, *plan.files.teachers):
         model.close()
@@ -383,31 +388,38 @@ def distiller_for(config: Config) -> Distiller:
     return build_distiller(make_plan(resolve(config, world_size())))
 
 
-def _build_teacher(
-    config: Config, student: Student, role: Role, needs: ModelNeeds, number: int, files: ModelFiles
-) -> Teacher:
-    """Builds a teacher with only the layers and head that updates need; the student with teacher.weights=student."""
-    kind = TEACHER_KINDS[config.teacher.weights]
-    if not kind.copied:
+def _build_teacher(plan: RunPlan, student: Student, role: Role, number: int) -> Teacher:
+    """Makes a teacher in the trainer's processes: the student, its average, or a model of its own."""
+    config = plan.run.config
+    if not TEACHER_KINDS[config.teacher.weights].copied:
         return MegatronTeacher(number, student.role, student.dtype, student.chunks or None)
     chunks = None
-    if role.is_member:
-        # a moving average is saved in checkpoints, and Megatron saves a model only with its head
-        head = kind.averages or needs.teacher_logprobs
-        depth = needs.teacher_depth(student.objective, number)
-        # a teacher with the student's weights routes in the student's precision
-        router_dtype = None if kind.own_model else config.student.router_dtype
-        chunks = files.build(files.spec, role, student.dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
-        for chunk in chunks:
-            chunk.requires_grad_(False)
-            chunk.eval()
-        load_hf(chunks, files.spec, role, files.read, files.source.path)
+    if student.average is not None:
+        chunks = student.average.chunks
+    elif role.is_member:
+        chunks = _teacher_chunks(plan, role, number)
     teacher = MegatronTeacher(number, role, student.dtype, chunks)
-    if kind.averages and chunks is not None:
-        student.average = EmaTeacher(chunks, config.teacher.ema_decay)
     if config.teacher.offload:
         teacher.offload()
     return teacher
+
+
+def _teacher_chunks(plan: RunPlan, role: Role, number: int) -> list[DistillingModel]:
+    """Builds and loads this rank's part of a teacher, with only the layers and head that updates need."""
+    config, files, needs = plan.run.config, plan.files.teachers[number], plan.needs
+    kind = TEACHER_KINDS[config.teacher.weights]
+    # a moving average is saved in checkpoints, and Megatron saves a model only with its head
+    head = kind.averages or needs.teacher_logprobs
+    depth = needs.teacher_depth(plan.objective, number)
+    # a teacher with the student's weights routes in the student's precision
+    router_dtype = None if kind.own_model else config.student.router_dtype
+    dtype = compute_dtype(config.precision)
+    chunks = files.build(files.spec, role, dtype, depth=depth, head=head, moe_router_dtype=router_dtype)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        chunk.eval()
+    load_hf(chunks, files.spec, role, files.read, files.source.path)
+    return chunks
 
 
 def world_size() -> int:

@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from nemo_oprd.batch.types import Rollout
@@ -28,7 +27,7 @@ from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.evaluation.grading.graders import GraderChoice
-from nemo_oprd.megatron.parallel import device, init_distributed
+from nemo_oprd.megatron.parallel import compute_dtype, device, init_distributed
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.schedule import training_sampling
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
@@ -133,8 +132,7 @@ def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt])
         text = f"teacher.weights={run.teacher.weights}: the teacher is the student, with a prompt of its own"
         yield Finding("same weights", "skipped", text)
         return
-    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    yield same_weights(student, teacher, dtype, reads_more=run.has_own_prompt(number))
+    yield same_weights(student, teacher, compute_dtype(run.precision), reads_more=run.has_own_prompt(number))
 
 
 def _as_taught(run: Config, prompts: list[Prompt]) -> list[Prompt]:
