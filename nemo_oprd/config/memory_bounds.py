@@ -57,7 +57,7 @@ def state_bytes(spec: ModelSpec, tensor: int, value_bytes: int, length: int) -> 
 
 
 def _keys_and_values(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
-    return (spec.num_kv_heads // tensor) * spec.head_dim * 2 * value_bytes
+    return spec.kv_heads_per_rank(tensor) * spec.head_dim * 2 * value_bytes
 
 
 def _bounded(spec: ModelSpec) -> tuple[bool, ...]:

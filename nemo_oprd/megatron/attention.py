@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
@@ -323,7 +326,39 @@ def rotate(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
-class RotatedSelfAttention(SelfAttention):
+class ReplicatedKVAttention(SelfAttention):
+    """Megatron's self-attention with more tensor ranks than key/value heads, in the tensor group of its own role.
+
+    The fused projection [(A + 2G) * C, D] is interleaved by key/value head, and cut evenly over the N tensor ranks,
+    wherever that falls. N / G ranks share a key/value head: each gathers the projected tokens, and takes the head's key
+    and value and its own A / N queries. The backward pass of the gathering sums the gradients of all ranks.
+    Megatron's own method does the same in the process's global tensor group, which is that of one role only.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: Any = None, output_gate: bool = False, **kwargs: Any
+    ) -> Any:
+        """Returns (query, key, value), and the gate with `output_gate`, each [s, B, heads, channels]."""
+        group, groups = self.pg_collection.tp, self.config.num_query_groups
+        if groups >= group.size():
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, **kwargs)
+        mixed, _ = self.linear_qkv(hidden_states)
+        mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
+        shared_by = group.size() // groups
+        head, part = divmod(group.rank(), shared_by)
+        of_head = mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head))[..., head, :, :]
+        queries = self.config.num_attention_heads // groups
+        query, *gate, key, value = of_head.split([queries, *([queries] if output_gate else []), 1, 1], dim=2)
+        first, count = part * queries // shared_by, queries // shared_by
+        query, *gate = (each.narrow(2, first, count) for each in (query, *gate))
+        # copies: views would keep what was gathered for the backward pass
+        query, key, value, *gate = (each.contiguous() for each in (query, key, value, *gate))
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        key = key if self.k_layernorm is None else self.k_layernorm(key)
+        return (query, key, value, *gate)
+
+
+class RotatedSelfAttention(ReplicatedKVAttention):
     """Megatron's self-attention, whose queries and keys are rotated by `packed_seq_params.rotation`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -155,9 +155,14 @@ class ModelSpec:
         return -(-self.vocab_size // multiple) * multiple
 
     def check_tensor_parallel(self, size: int, key: str) -> None:
-        """Raises ValueError, naming the configuration `key`, if `size` does not divide heads, groups and F."""
+        """Raises ValueError, naming the configuration `key`, if `size` does not divide the heads and F.
+
+        Key/value heads may be fewer than ranks: each is then on `size / num_kv_heads` ranks.
+        """
         dense = self.experts is None or not all(self.experts.sparse)
-        sizes = {"attention heads": self.num_heads, "key/value heads": self.num_kv_heads}
+        sizes = {"attention heads": self.num_heads}
+        if size % self.num_kv_heads:
+            sizes["key/value heads"] = self.num_kv_heads
         sizes |= {"feed-forward size": self.ffn_size} if dense else {}
         sizes |= {"shared expert's size": self.experts.shared_ffn_size} if self.experts is not None else {}
         sizes |= {} if self.delta is None else {"key heads of the delta net": self.delta.key_heads}
@@ -166,6 +171,10 @@ class ModelSpec:
                 raise ValueError(
                     f"{key}={size} does not divide the model's {value} {what}; choose a divisor of {value}"
                 )
+
+    def kv_heads_per_rank(self, tensor: int) -> int:
+        """Returns the key/value heads that each of `tensor` ranks computes; with fewer heads than ranks, one."""
+        return max(1, self.num_kv_heads // tensor)
 
     def check_attention_parallel(self, tensor: int, context: int, key: str) -> None:
         """Raises ValueError, naming the configuration `key`, if attention cannot be split over so many ranks."""

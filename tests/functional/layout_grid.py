@@ -76,6 +76,11 @@ CASES = sorted(
         Case("pp2 dp2 vpp2", tokens=SMALL, extra=WAVES),
         Case("pp2 dp2 first5", recompute="block 2"),
         Case("pp4", "tp2 dp2", tokens=SMALL),
+        # more tensor ranks than the two key/value heads
+        Case("tp4", "tp2 pp2", tokens=SMALL),
+        Case("tp4 sp", "tp4 sp", recompute="uniform 2", tokens=SMALL),
+        Case("tp4 sp", "cp2 pp2", objective="qwen2-tied", recompute="selective"),
+        Case("tp2 sp dp2", "tp4", tokens=SMALL),
         Case("pp4 vpp2", "pp4 first1 last3", recompute="uniform 1"),
         Case("pp4 first3 last1", "pp4 vpp2", tokens=SMALL, extra=WAVES),
         Case("tp2", "tp2 sp dedicated", tokens=SMALL),
@@ -90,6 +95,9 @@ CASES = sorted(
         Case("pp4", objective="qwen2-tied"),
         Case("pp2 dp2 vpp2", "cp2 dp2", objective="qwen2-tied", recompute="uniform 1", tokens=SMALL),
         Case("cp2 tp2", objective="qwen2-tied"),
+        # eight ranks
+        Case("tp4 sp pp2", "tp4 cp2", recompute="uniform 1", tokens=SMALL),
+        Case("tp4 cp2", "tp2 pp4", objective="qwen2-tied"),
     ],
     key=lambda case: case.ranks,
 )

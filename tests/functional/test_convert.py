@@ -167,7 +167,7 @@ CHUNKS = {"qwen3_untied": (1, 1), "qwen3_moe": (2, 1), "qwen2_tied": (1, 2)}
     [
         pytest.param(name, *layout, marks=[] if layout == CHUNKS[name] else pytest.mark.slow)
         for name in CHUNKS
-        for layout in ((1, 1), (2, 1), (1, 2))
+        for layout in ((1, 1), (2, 1), (1, 2), (4, 1))
     ],
 )
 def test_chunks_are_those_of_megatron(

@@ -120,7 +120,7 @@ def test_output_and_sizes_that_are_refused(models: Models, tmp_path: Path) -> No
     (used / "precious").touch()
     refused("exists and is not an empty directory; choose another", source, used)
     refused("not an empty directory", source, used / "precious")
-    refused("tensor=4 does not divide the model's 2 key/value heads", source, tmp_path / "out", tensor=4)
+    refused("tensor=8 does not divide the model's 4 attention heads", source, tmp_path / "out", tensor=8)
     refused("more than the model's 4 layers|cannot be split", source, tmp_path / "out", pipeline=5)
     refused("tensor=0, pipeline=1; expected", source, tmp_path / "out", tensor=0)
     (tmp_path / "empty").mkdir()

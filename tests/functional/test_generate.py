@@ -60,7 +60,7 @@ def expected(
     return results
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 @pytest.mark.parametrize(
     ("temperature", "top_p", "known"),
     [(0.0, 1.0, None), (1.0, 1.0, TokenIds(58, ((10, 30), (44, 45)))), (0.7, 0.8, None)],

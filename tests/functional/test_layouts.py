@@ -68,9 +68,16 @@ def relative(ours: float, theirs: float) -> float:
     return abs(ours / theirs - 1)
 
 
+def _marked() -> list[Any]:
+    """`mark_slow`, and eight ranks are for `scripts/test.sh --all`."""
+    small = [case for case in CASES if case.ranks <= 4]
+    large = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case.ranks > 4]
+    return [*mark_slow(small, of_case), *large]
+
+
 # In order of their ranks, because a pool of another size is another set of processes. The default run takes the cases
 # that hold every pair of settings (pairwise.py), `scripts/test.sh --all` takes all.
-@pytest.mark.parametrize("case", [*mark_slow(CASES, of_case), *SERVED_CASES], ids=str)
+@pytest.mark.parametrize("case", [*_marked(), *SERVED_CASES], ids=str)
 def test_layout(pools: Pools, bench: Workbench, served_teachers: ServedTeachers, tmp_path: Path, case: Case) -> None:
     output = tmp_path / "out"
     overrides = served_teachers.of([*bench.settings(case.objective), *case.overrides, f"output={output}"])

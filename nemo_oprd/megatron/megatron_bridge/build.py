@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from nemo_oprd.batch.layout import Layout
 from nemo_oprd.losses.import_path import import_function
 from nemo_oprd.megatron.adopt import adopt
-from nemo_oprd.megatron.attention import CappedAttention
+from nemo_oprd.megatron.attention import CappedAttention, ReplicatedKVAttention
 from nemo_oprd.megatron.delta_net import use_torch_kernels
 from nemo_oprd.megatron.experts import (
     expert_settings,
@@ -348,6 +349,8 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
         prepare(model, spec.latent, role)
     if spec.delta is not None:
         _prepare_delta_nets(model, role)
+    if spec.num_kv_heads < role.layout.tensor:
+        _replicate_kv_heads(model)
     if spec.post_norms:
         gemma.set_epsilon_of_post_norms(model)
     if spec.experts is not None:
@@ -355,6 +358,23 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
         if role.layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         release_weights_after_forward(model)
+
+
+def _replicate_kv_heads(model: Any) -> None:
+    """Lets attention with fewer key/value heads than ranks gather in its own role's group (`ReplicatedKVAttention`)."""
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        if isinstance(attention, SelfAttention):
+            assert type(attention).get_query_key_value_tensors is SelfAttention.get_query_key_value_tensors
+            cls: Any = type(attention)
+            attention.__class__ = _replicated(cls)
+
+
+@functools.cache
+def _replicated(cls: Any) -> Any:
+    return type(
+        cls.__name__, (ReplicatedKVAttention, cls) if cls is not SelfAttention else (ReplicatedKVAttention,), {}
+    )
 
 
 def _prepare_delta_nets(model: Any, role: Role) -> None:

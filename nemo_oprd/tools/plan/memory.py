@@ -90,7 +90,7 @@ def attention_widths(spec: ModelSpec, tensor: int) -> tuple[float, float]:
     """Channels of the queries, and of keys or values, on one of `tensor` ranks; of latent attention for every head."""
     if spec.latent is not None:
         return (spec.num_heads * (spec.latent.plain + spec.latent.rotated) / tensor,) * 2
-    return spec.num_heads * spec.head_dim / tensor, spec.num_kv_heads * spec.head_dim / tensor
+    return spec.num_heads * spec.head_dim / tensor, float(spec.kv_heads_per_rank(tensor) * spec.head_dim)
 
 
 def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layers) -> LayerBytes:
@@ -120,7 +120,7 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
     if spec.latent is not None:  # the narrow states before and after their norms
         attention += 2 * (spec.latent.query_rank + spec.latent.key_rank) * e
     if spec.qk_norm and spec.latent is None:
-        attention += 4 * (heads + spec.num_kv_heads / t)
+        attention += 4 * (heads + spec.kv_heads_per_rank(t))
         if layers == "transformer_engine":  # the inputs of both norms
             attention += (q + kv) * e
         else:

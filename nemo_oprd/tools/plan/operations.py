@@ -124,7 +124,9 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     counting = _counting_passes(work)
     passes = 2 + (1 if work.config.student.recompute == "full" else 0) + counting
     t = student.tensor
-    keys = 2 * spec.num_kv_heads * spec.head_dim / t * e
+    keys = 2 * spec.kv_heads_per_rank(t) * spec.head_dim * e
+    # with fewer key/value heads than ranks, each rank gathers the queries, keys and values of all (`attention.py`)
+    projected = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim if t > spec.num_kv_heads else 0
     experts = 0.0
     if spec.experts is not None:  # there and back again, for each of a token's experts
         most = max(
@@ -138,7 +140,7 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
     owned = -(-len(work.layers) // student.pipeline)
     return StepBytes(
         gradients=(stage.trained * away + stage.experts_trained * experts_away) * (4 + gathered),
-        tensor=passes * 2 * layers * tokens * spec.hidden_size * e * 2 * (t - 1) / t,
+        tensor=passes * layers * tokens * (4 * spec.hidden_size + projected) * e * (t - 1) / t,
         experts=experts,
         context=passes * layers * tokens * (student.context - 1) * keys,
         pipeline=(2.0 + counting) * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0,

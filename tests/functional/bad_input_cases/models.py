@@ -50,7 +50,7 @@ case("world too small", "TP 4 on 2 ranks", "student.parallel | tensor=4 | does n
 case("world that does not fit", "TP 2 on 3 ranks", "tensor=2 | does not divide the 3 rank(s)", "student.parallel.tensor=2", ranks=3)
 case("teacher takes all", "a dedicated teacher on all ranks", "2 teacher rank(s) leaves none of the 2 rank(s) | start more ranks", "teacher.placement=dedicated", "teacher.ranks=2", ranks=2)
 case("heads", "TP that does not divide the heads", "student.parallel.tensor=3 does not divide the model's 4 attention heads | choose a divisor", "student.parallel.tensor=3", ranks=3)
-case("key/value heads", "TP that does not divide the key/value heads", "teacher.parallel.tensor=4 does not divide the model's 2 key/value heads | choose a divisor of 2", "teacher.parallel.tensor=4", ranks=4)
+case("key/value heads", "TP that the key/value heads neither divide nor are divided by", "student.parallel.tensor=2 does not divide the model's 3 key/value heads | choose a divisor of 3", "student.parallel.tensor=2", ranks=2, prepare=lambda p: p.config(num_attention_heads=6, num_key_value_heads=3))
 case("feed-forward width", "TP that does not divide the feed-forward width", "tensor=2 does not divide the model's 47 feed-forward size | choose a divisor", "student.parallel.tensor=2", ranks=2, prepare=lambda p: p.config(intermediate_size=47))
 case("rollout ranks", "sampling TP that does not divide the ranks", "rollout.tensor=2 does not divide the student's 3 rank(s) | choose a divisor", "rollout.tensor=2", ranks=3)
 case("evaluation ranks", "the same in `evaluate`", "rollout.tensor=2 does not divide | 1 rank(s)", "rollout.tensor=2", command="evaluate")
