@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "two steps of some ranks at full size on fake CUDA tensors: memory, waits, mistakes; needs no GPU",
     ),
     "families": (
-        "nemo_oprd.commands.families",
+        "nemo_oprd.tools.families",
         "which model families run, who builds them, with which layouts they were tried, what is refused",
     ),
     "toy": (

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from nemo_oprd.models.architecture import Family, ModelSpec, check_counts, check_same_width, refuse_unknown_code
+from nemo_oprd.models.architecture import Family, ModelSpec, check_counts, check_same_width
 from nemo_oprd.models.complete_config import language_model_config
 from nemo_oprd.models.families import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
+from nemo_oprd.models.megatron_bridge_families import KINDS, REFUSED_FAMILIES
 from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized
 from nemo_oprd.models.weight_files import refuse_adapter
 from nemo_oprd.runtime.files import kind_of, read_json
@@ -52,14 +53,25 @@ def parse_model_spec(hf_config: dict, source: str = "config.json", family: Famil
     model_type = hf_config.get("model_type")
     more = {} if family is None else {family.model_type: family}
     found = (more | dict(FAMILIES)).get(model_type) if isinstance(model_type, str) else None
-    refuse_unknown_code(hf_config, source, found.known_code if found else frozenset())
     if found is None:
-        raise ValueError(
-            f"{source}: model_type {model_type!r} is not supported; expected one of {sorted(FAMILIES)}. "
-            "CONTRIBUTING.md shows how to add a family, docs/nemo.md how train and verify use Megatron-Bridge's."
-        )
+        raise ValueError(_unsupported(model_type, source))
     read_quantization(hf_config, source)
     return found.parse(found, unquantized(hf_config), source)
+
+
+def _unsupported(model_type: object, source: str) -> str:
+    """Returns the message about a family that this project does not have; it says who has it."""
+    if model_type in KINDS:
+        return (
+            f"{source}: model_type {model_type!r} is not one of this project's own families; expected provider=bridge: "
+            "set student.provider=bridge or teacher.provider=bridge, whose models Megatron-Bridge builds (docs/nemo.md)"
+        )
+    reason = f", because of {REFUSED_FAMILIES[model_type]}" if model_type in REFUSED_FAMILIES else ""
+    return (
+        f"{source}: model_type {model_type!r} is not supported{reason}; expected one of {sorted(FAMILIES)}, or with "
+        "provider=bridge a family of Megatron-Bridge (docs/nemo.md): choose another model, or as a frozen teacher "
+        "teacher.engine=vllm, where vLLM has this one (docs/teachers.md)"
+    )
 
 
 def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec:

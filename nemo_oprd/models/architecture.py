@@ -469,15 +469,13 @@ class ParamMapping:
 class Family:
     """One HF `model_type`: the parser of its config, and its weight mappings.
 
-    `parse` gets the family, the content of a config.json, and the file's name for messages. `known_code` holds the
-    entries of a config's `auto_map` for which transformers has built-in classes. `own` is False for a family whose
-    models only Megatron-Bridge builds: the in-process engine has none of them.
+    `parse` gets the family, the content of a config.json, and the file's name for messages. `own` is False for a family
+    whose models only Megatron-Bridge builds: the in-process engine has none of them.
     """
 
     model_type: str
     parse: Callable[[Family, dict, str], ModelSpec]
     mappings: tuple[ParamMapping, ...]
-    known_code: frozenset[str] = frozenset()
     own: bool = True
 
     def param_mappings(self, spec: ModelSpec) -> list[ParamMapping]:
@@ -527,18 +525,17 @@ def check_counts(hf_config: dict, source: str) -> None:
                 )
 
 
-def refuse_unknown_code(hf_config: dict, source: str, known: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError for a model that needs its own Python files.
-
-    The entries `known` of `auto_map` are accepted; their code is never run.
-    """
-    code = hf_config.get("auto_map") or {}
-    # an entry may name a repository before its file
-    if not isinstance(code, dict) or any(str(entry).rsplit("--", 1)[-1] not in known for entry in code.values()):
-        raise ValueError(
-            f"{source}: auto_map={hf_config['auto_map']!r} asks for code from the model's directory, which is never "
-            "run; expected a model that needs none: remove auto_map if the architecture is a known one"
-        )
+def unused_code(hf_config: dict, source: str) -> str | None:
+    """Returns a line about the Python files that a config.json names in `auto_map`, which are never run; else None."""
+    code = hf_config.get("auto_map")
+    if not code:
+        return None
+    entries = code.values() if isinstance(code, dict) else [code]
+    names = sorted({f"{str(entry).rsplit('.', 1)[0]}.py" for entry in entries})
+    return (
+        f"{source}: auto_map names {', '.join(names)}, which is not run: model_type {hf_config.get('model_type')!r} is "
+        "known without it"
+    )
 
 
 def refuse_sliding_window(hf_config: dict, source: str) -> None:

@@ -231,7 +231,6 @@ PHI3 = Family(
     _parse_phi3,
     tuple(_fused(mapping) for mapping in PARAM_MAPPINGS),
     # entries of the models' configs; transformers' built-in classes compute the same
-    known_code=frozenset({"configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM"}),
 )
 
 

@@ -6,6 +6,7 @@ ranks a second time. It imports no torch and reads no weights: it reports a mist
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,18 @@ from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.losses.layer_mapping import weights_of_layers
 from nemo_oprd.models import Family, ModelSpec, read_model_spec
+from nemo_oprd.models.architecture import unused_code
 from nemo_oprd.models.checkpoint_directory import hf_directory
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.run import checks
 from nemo_oprd.run.engine_kinds import ENGINES
 from nemo_oprd.run.provider import check_provider, find_family
+from nemo_oprd.runtime.messages import is_first_rank
 
 if TYPE_CHECKING:
     from nemo_oprd.data.token_ids import TokenIds
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,8 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
         family = beside.spec.family
     spec = read_model_spec(directory, family)
     check_provider(source.provider, spec, directory)
+    if (note := unused_code(spec.hf_config, str(directory / "config.json"))) is not None and is_first_rank():
+        logger.info(note)
     return ResolvedModel(key, source, directory, spec)
 
 

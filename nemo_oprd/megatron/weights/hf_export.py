@@ -45,8 +45,17 @@ def write_hf_model(
         hf_config = dict(unquantized(read_hf_config(source)))
         hf_config["dtype" if "dtype" in hf_config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         hf_config |= config_changes or {}
-        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         copy_tokenizer_files(source, partial)
+        if not _has_code(hf_config, partial):
+            hf_config.pop("auto_map", None)
+        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+
+
+def _has_code(hf_config: dict, directory: Path) -> bool:
+    """Returns whether all Python files that `auto_map` names are in a directory."""
+    code = hf_config.get("auto_map")
+    entries = code.values() if isinstance(code, dict) else []
+    return bool(entries) and all((directory / f"{str(entry).rsplit('.', 1)[0]}.py").is_file() for entry in entries)
 
 
 def _write_shards(

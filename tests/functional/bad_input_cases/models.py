@@ -123,7 +123,6 @@ case("sliding window", "sliding-window attention", "sliding-window attention | [
 case("dtype", "weights of an unknown dtype", "dtype 'fp12' | expected that of the weights", prepare=lambda p: p.config(dtype="fp12"))
 case("quantized", "quantized weights", "'gptq' | expected unquantized | original", prepare=lambda p: p.config(quantization_config={"quant_method": "gptq"}))
 case("fp8 per tensor", "fp8 weights with one scale per tensor", "'fp8' weights, weight_block_size=None | fp8 with weight_block_size=[ROWS, COLUMNS] | original", prepare=lambda p: p.config(quantization_config={"quant_method": "fp8", "weight_block_size": None}))
-case("code in the model", "a model that brings its own code", "auto_map={{'AutoModel': 'm.M'}} | never run | remove auto_map", prepare=lambda p: p.config(auto_map={"AutoModel": "m.M"}))
 case("another width", "a wider teacher", "width 32 | width 48 | the same width | fit a bridge", "teacher.hf_path=" + str(GOLDEN / "wide_teacher"), command="verify")
 case("norms apart", "a last layer compared with an inner one", "student layer 3 with teacher layer 2 | after the final norm | final_norm=false", "loss.representation.layers=[2,3]", "loss.representation.layer_map={2: 1, 3: 2}")
 case("another vocabulary", "a teacher with other ids", "vocabularies of 61 and 60 ids | set teacher.reads=text | choose a teacher with the student's tokenizer", command="verify", prepare=lambda p: [p.config("teacher", vocab_size=60), (p.teacher / "tokenizer.json").unlink(), (p.teacher / "tokenizer.model").unlink()])

@@ -152,8 +152,6 @@ def _rope(base: dict, **changes: object) -> dict:
         (LLAMA, _rope(LLAMA, original_max_position_embeddings=None), "'original_max_position_embeddings'"),
         (LLAMA, {"rope_parameters": {**LLAMA3_ROPE, "factor": 2.0}}, "contradict"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial rotary"),
-        (LLAMA, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}, "auto_map"),
-        (PHI3, {"auto_map": {"AutoModel": "modeling_mine.Model"}}, "auto_map"),
         (PHI3, {"sliding_window": 511}, "sliding_window=511"),
         (PHI3, {"sliding_window": "all"}, "sliding_window='all'"),
         (PHI3, {"attention_bias": True}, "attention_bias=True"),
