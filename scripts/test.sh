@@ -1,10 +1,11 @@
 #!/bin/bash
 # Tests, in the environment of the quickstart (CONTRIBUTING.md says what each level holds):
-#   bash scripts/test.sh                 ruff, mypy, and the tests that are neither slow nor integration tests
+#   bash scripts/test.sh                 ruff, mypy, and tests that touch everything once, in five minutes
+#   bash scripts/test.sh --full          ruff, mypy, and the tests that are neither slow nor integration tests
 #   bash scripts/test.sh --all           ruff, mypy, and all tests; what is not installed here is skipped with its reason
 #   bash scripts/test.sh --integration   only the tests that need an environment or a service of their own, without slow ones
 #   bash scripts/test.sh tests/unit      ruff, mypy, and pytest with these arguments, whatever marks the tests have
-# Arguments after --all or --integration go to pytest, too. Without arguments, tests/functional, which computes, runs
+# Arguments after --all or --integration go to pytest, too. Without arguments, and with --full, tests/functional, which computes, runs
 # beside the other tests, which wait more than they compute, and some files of its own; their output follows at the end.
 # In the same way the integration tests of vLLM run beside the others, and after them the tests of the other supported Python
 # and Megatron-core (scripts/test_other_python.sh).
@@ -45,13 +46,17 @@ if [ "${1:-}" = --integration ]; then
 fi
 ruff check .
 ruff format --check .
-if [ $# = 0 ]; then
+if [ "$*" = "" ] || [ "$*" = --full ]; then
+  left_out="full or slow or $services"
+  if [ "$*" = --full ]; then
+    left_out="slow or $services"
+  fi
   output=$(mktemp)
-  (mypy && exec python -m pytest -m "not (slow or $services)" tests/unit tests/e2e "${beside[@]}") >"$output" 2>&1 &
+  (mypy && exec python -m pytest -m "not ($left_out)" tests/unit tests/e2e "${beside[@]}") >"$output" 2>&1 &
   others=$!
   trap 'kill "$others" 2>/dev/null || true; rm -f "$output"' EXIT
   status=0
-  python -m pytest -m "not (slow or $services)" tests/functional "${beside[@]/#/--ignore=}" || status=$?
+  python -m pytest -m "not ($left_out)" tests/functional "${beside[@]/#/--ignore=}" || status=$?
   wait "$others" || status=$?
   cat "$output"
   exit "$status"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 from composing import composing_once
+from lanes import read_full
 
 from nemo_oprd.runtime.messages import show
 
 if TYPE_CHECKING:
     from pool import Pools
+
+ROOT = Path(__file__).parent.parent
 
 
 # a busy machine is not a failure: neither an example nor making it has a time limit
@@ -41,6 +46,20 @@ def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of tests/full.txt, which counts the cases of a test without those that are marked already."""
+    left_out = read_full(ROOT / "tests" / "full.txt")
+    seen = Counter[str]()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name not in left_out or any(item.get_closest_marker(mark) for mark in ("slow", "full")):
+            continue
+        seen[name] += 1
+        if seen[name] > left_out[name]:
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish() -> None:

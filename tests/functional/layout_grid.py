@@ -107,7 +107,7 @@ SERVED_CASES = [
     pytest.param(Case("tp2 sp", tokens=SMALL, extra=DEDICATED), marks=pytest.mark.slow),
     pytest.param(Case("tp2 sp", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),
     Case("pp2 vpp2", tokens=SMALL, extra=(*SERVED, "teacher.resident_microbatches=2")),
-    Case("cp2", objective="qwen3-sparse", extra=SERVED),
+    pytest.param(Case("cp2", objective="qwen3-sparse", extra=SERVED), marks=pytest.mark.full),
     pytest.param(Case("pp2", objective="pruned", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),
     pytest.param(Case("dp2", objective="qwen2-tied", tokens=SMALL, extra=SERVED), marks=pytest.mark.slow),
     pytest.param(Case("tp2 cp2", objective="qwen2-tied", extra=SERVED), marks=pytest.mark.slow),

@@ -1,9 +1,10 @@
-"""A part of a list of layout cases that still shows every pair of settings.
+"""Parts of a list of layout cases that still show every pair of settings, and every setting once.
 
 A case is seen as one value per dimension (the student's tensor parallelism, recompute, objective, ...). Faults of
-parallel code come from one setting or from two together, so the default run takes a subset of the list in which every
-pair of (dimension, value) that occurs together in some case of the list occurs together in some chosen case. The cases
-that remain are marked `slow` and run under `bash scripts/test.sh --all`.
+parallel code come from one setting or from two together, so there is a subset of the list in which every pair of
+(dimension, value) that occurs together in some case of the list occurs together in some chosen case. The cases that
+remain are marked `slow` and run under `bash scripts/test.sh --all`. Of the chosen ones, the default command runs those
+that show each (dimension, value) once, and `bash scripts/test.sh --full` all.
 """
 
 from __future__ import annotations
@@ -49,12 +50,17 @@ def choose(features: Sequence[set[Feature]]) -> list[int]:
 def mark_slow(cases: Iterable[T], features: Callable[[T], set[Feature]]) -> list[Any]:
     """All cases as pytest parameters, in their order; those that `choose` leaves out are marked `slow`.
 
-    A case that is a tuple is the values of several parameters.
+    Of the others, those that are not needed to show each single setting once are marked `full`. A case that is a tuple
+    is the values of several parameters.
     """
     listed = list(cases)
-    chosen = set(choose([features(case) for case in listed]))
+    found = [features(case) for case in listed]
+    chosen = choose(found)
+    alone = choose([{feature for feature in found[i] if len(feature) == 1} for i in chosen])
+    default = {chosen[i] for i in alone}
+    marks = {i: [] if i in default else [pytest.mark.full] for i in chosen}
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if i in chosen else pytest.mark.slow)
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks.get(i, [pytest.mark.slow]))
         for i, case in enumerate(listed)
     ]
 

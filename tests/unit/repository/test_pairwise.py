@@ -46,9 +46,15 @@ def test_any_list_keeps_its_pairs_with_as_few_as_that_takes(cases: list[dict[str
 def test_all_cases_become_parameters_in_their_order() -> None:
     parameters = mark_slow(CASES, of_case)
     assert [parameter.values for parameter in parameters] == [(case,) for case in CASES]
-    fast = [i for i, parameter in enumerate(parameters) if not parameter.marks]
-    assert fast == choose([of_case(case) for case in CASES])
-    assert {mark.name for parameter in parameters for mark in parameter.marks} == {"slow"}
+    names = [{mark.name for mark in parameter.marks} for parameter in parameters]
+    assert [i for i, marks in enumerate(names) if marks != {"slow"}] == choose([of_case(case) for case in CASES])
+    assert {name for marks in names for name in marks} == {"slow", "full"}
+
+    def shown(cases: list[Case]) -> set[tuple]:
+        return {item for case in cases for item in dimensions(case).items()}
+
+    default = [CASES[i] for i, marks in enumerate(names) if not marks]
+    assert shown(default) == shown(CASES) and len(default) <= 24
 
 
 def test_settings_are_dimensions() -> None:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from lanes import read_full
 
 ROOT = Path(__file__).parents[3]
 SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium or npm or recipes"
@@ -56,7 +57,8 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
+        ([], [*CHECKS, *(f"python|-m|pytest|-m|not (full or slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
+        (["--full"], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
         (["--all"], [*CHECKS, "python|-m|pytest"]),
         (["--integration"], [*(f"python|-m|pytest|-m|{lane}" for lane in INTEGRATION), "other"]),
         (["--integration", "-x"], [f"python|-m|pytest|-m|({SERVICES}) and not slow|-x"]),
@@ -67,7 +69,7 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 def test_levels(tmp_path: Path, arguments: list[str], expected: list[str]) -> None:
     status, ran = run(tmp_path, *arguments)
     assert status == 0
-    two_lanes = arguments in ([], ["--integration"])
+    two_lanes = arguments in ([], ["--full"], ["--integration"])
     assert sorted(ran) == sorted(expected) if two_lanes else ran == expected
     assert ran[:2] == expected[:2] or "--integration" in arguments
 
@@ -91,7 +93,7 @@ def test_a_type_error_fails_the_script(tmp_path: Path) -> None:
     status, ran = run(tmp_path, mypy_status=1)
     assert status == 1
     assert [line for line in ran if line.startswith("python")] == [
-        f"python|-m|pytest|-m|not (slow or {SERVICES})|{DEFAULT[0]}"
+        f"python|-m|pytest|-m|not (full or slow or {SERVICES})|{DEFAULT[0]}"
     ]
 
 
@@ -120,4 +122,20 @@ def test_no_test_found(tmp_path: Path, arguments: list[str], status: int) -> Non
 
 def test_each_test_of_a_level_is_marked(pytestconfig: pytest.Config) -> None:
     known = {line.split(":")[0] for line in pytestconfig.getini("markers")}
-    assert {"slow", *SERVICES.split(" or ")} <= known
+    assert {"full", "slow", *SERVICES.split(" or ")} <= known
+
+
+def test_what_is_left_to_the_full_tests_exists() -> None:
+    """A test that was renamed would come back into the default command unseen."""
+    for name in read_full(ROOT / "tests" / "full.txt"):
+        file, *names = name.split("::")
+        text = (ROOT / file).read_text()
+        for each in names:
+            assert re.search(rf"^\s*(def|class) {each}\b", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("line", ["tests/x.py", "a.py::b after x", "a.py::b\na.py::b after 2"])
+def test_a_malformed_line_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "full.txt").write_text(f"# comment\n\n{line}\n")
+    with pytest.raises(ValueError, match="expected FILE::TEST"):
+        read_full(tmp_path / "full.txt")
