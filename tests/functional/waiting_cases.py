@@ -183,5 +183,7 @@ def late(late_s: float) -> list[str]:
     with messages("nemo_oprd.runtime") as said:
         parallel.init_distributed()
     everyone = parallel.everyones(said)
-    assert everyone[1:] == [[]] * 3, everyone
+    # on a busy machine the second rank is there before the first one listens
+    assert all(line.startswith("waiting for rank(s) 0 at ") for line in everyone[1]), everyone
+    assert everyone[2:] == [[]] * 2, everyone
     return said

@@ -102,7 +102,7 @@ case("a checkpoint for a model", "a Megatron checkpoint as hf_path", "student-me
 case("a model for a checkpoint", "a Hugging Face model as checkpoint", "teacher: no metadata.json | expected a torch_dist checkpoint | hf_path=", "teacher.checkpoint={root}/teacher")
 case("config.json cut off", "a config.json that is not JSON", "student/config.json: not valid JSON | copy the file", prepare=lambda p: (p.student / "config.json").write_text('{"model_type": '), library=r"JSON \((.*?)\);")
 case("config.json a list", "a config.json that is a list", "holds a list, expected an object | copy the file", prepare=lambda p: (p.student / "config.json").write_text("[]"))
-case("unknown model type", "a model of another family", "model_type 'gpt2' is not supported | expected one of ['llama', 'mixtral', 'phi3', 'qwen2', 'qwen3', 'qwen3_moe'] | CONTRIBUTING", prepare=lambda p: p.config(model_type="gpt2"))
+case("unknown model type", "a model of another family", "model_type 'gpt2' is not supported | expected one of ['llama', 'mixtral', 'phi3', 'qwen2', 'qwen3', 'qwen3_moe'] | provider=bridge", prepare=lambda p: p.config(model_type="gpt2"))
 case("no Megatron-Bridge", "a model that Megatron-Bridge is to build, which is not installed", "provider=bridge needs Megatron-Bridge | expected provider=own | scripts/setup_nemo_bridge.sh", "student.provider=bridge")
 case("another provider", "a provider that does not exist", "provider='nemo'; expected own, bridge, or MODULE:FUNCTION", "student.provider=nemo")
 case("a provider of no model", "a provider for a teacher that is the student", "teacher.provider=bridge with teacher.weights=ema | expected own", "teacher.provider=bridge", "teacher.weights=ema", "teacher.hf_path=null", "teacher.checkpoint=null")

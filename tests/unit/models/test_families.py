@@ -129,7 +129,9 @@ def test_a_lookup_changes_nothing(tmp_path: Path) -> None:
     spec = read_model_spec(tmp_path, given)
     assert spec.family is given and spec.model_type == "gemma"
     assert parse_model_spec(QWEN3, family=given).family is FAMILIES["qwen3"]
-    with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
+    with pytest.raises(
+        ValueError, match="model_type 'gemma' is not one of this project's own families; expected provider=bridge"
+    ):
         read_model_spec(tmp_path)
     assert dict(FAMILIES) == before
 
@@ -142,7 +144,9 @@ def test_one_builder_for_both_models_of_a_family(tmp_path: Path) -> None:
     student = ResolvedModel("student", ModelSource(hf_path=str(tmp_path), provider="bridge"), tmp_path, spec)
     with pytest.raises(ValueError, match="provider=own for a gemma model; expected one of .*set provider=bridge"):
         resolve_model(source, "teacher", beside=student)
-    with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
+    with pytest.raises(
+        ValueError, match="model_type 'gemma' is not one of this project's own families; expected provider=bridge"
+    ):
         resolve_model(source, "student")
 
 
@@ -178,5 +182,7 @@ def test_families_of_megatron_bridge_are_resolved_without_a_table(
     assert dict(FAMILIES) == before and not any(spec.family.own for spec in models.values())
     names = {name: {m.megatron for m in spec.family.param_mappings(spec)} for name, spec in models.items()}
     assert names["teacher"] - names["student"] == {"output_layer.weight"}
-    with pytest.raises(ValueError, match="model_type 'gemma' is not supported"):
+    with pytest.raises(
+        ValueError, match="model_type 'gemma' is not one of this project's own families; expected provider=bridge"
+    ):
         resolve_model(ModelSource(hf_path=str(tmp_path / "student")), "student")
