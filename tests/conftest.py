@@ -55,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen = Counter[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
+        name = name if name in left_out else name.partition("::")[0]
         if name not in left_out or any(item.get_closest_marker(mark) for mark in ("slow", "full")):
             continue
         seen[name] += 1

@@ -4,7 +4,7 @@ A case is seen as one value per dimension (the student's tensor parallelism, rec
 parallel code come from one setting or from two together, so there is a subset of the list in which every pair of
 (dimension, value) that occurs together in some case of the list occurs together in some chosen case. The cases that
 remain are marked `slow` and run under `bash scripts/test.sh --all`. Of the chosen ones, the default command runs those
-that show each (dimension, value) once, and `bash scripts/test.sh --full` all.
+that show each (dimension, value) once, whatever the size, and `bash scripts/test.sh --full` all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from layout_cases import Case, sizes_in_words
 T = TypeVar("T")
 Values = Mapping[str, Hashable]
 Feature = frozenset[tuple[str, Hashable]]
+EXACTLY = "recompute exactly"
 AXES = ("tp", "pp", "vpp", "cp", "dp")
 
 
@@ -56,13 +57,18 @@ def mark_slow(cases: Iterable[T], features: Callable[[T], set[Feature]]) -> list
     listed = list(cases)
     found = [features(case) for case in listed]
     chosen = choose(found)
-    alone = choose([{feature for feature in found[i] if len(feature) == 1} for i in chosen])
+    alone = choose([{feature for feature in found[i] if _is_kind(feature)} for i in chosen])
     default = {chosen[i] for i in alone}
     marks = {i: [] if i in default else [pytest.mark.full] for i in chosen}
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks.get(i, [pytest.mark.slow]))
         for i, case in enumerate(listed)
     ]
+
+
+def _is_kind(feature: Feature) -> bool:
+    """Whether a feature is a setting alone, and no exact size."""
+    return len(feature) == 1 and all(type(value) is not int and name != EXACTLY for name, value in feature)
 
 
 def of_case(case: Case) -> set[Feature]:
@@ -88,7 +94,7 @@ def dimensions(case: Case) -> Values:
 
 def exact_sizes(case: Case) -> set[Feature]:
     """Each size of each role, and the exact recompute setting: ("student pp", 4), ("recompute", "uniform 2")."""
-    found: set[Feature] = {frozenset([("recompute exactly", case.recompute)])}
+    found: set[Feature] = {frozenset([(EXACTLY, case.recompute)])}
     for role, words in (("student", case.student), ("teacher", case.teacher)):
         found |= {frozenset([(f"{role} {axis}", size)]) for axis, size in sizes_in_words(words).items()}
     return found

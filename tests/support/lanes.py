@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_full(file: Path) -> dict[str, int]:
-    """Node id of a test, without parameters -> its cases that stay in the default command, from the first one.
+    """File, or node id of a test without parameters -> its cases that stay in the default command, from the first one.
 
     Raises:
         ValueError: a line is malformed, or names a test twice.
@@ -16,7 +16,9 @@ def read_full(file: Path) -> dict[str, int]:
         if line.startswith("#") or not line.strip():
             continue
         name, _, kept = line.partition(" after ")
-        if "::" not in name or name in found or (kept and not kept.isdecimal()):
-            raise ValueError(f"{file}: {line!r}; expected FILE::TEST or FILE::TEST after N, once per test: correct it")
+        if name in found or (kept and not ("::" in name and kept.isdecimal())):
+            raise ValueError(
+                f"{file}: {line!r}; expected FILE, FILE::TEST or FILE::TEST after N, each once: correct the line"
+            )
         found[name] = int(kept or 0)
     return found
