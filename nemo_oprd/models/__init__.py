@@ -16,7 +16,7 @@ from nemo_oprd.models.architecture import Family, ModelSpec, check_counts, check
 from nemo_oprd.models.complete_config import language_model_config
 from nemo_oprd.models.families import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from nemo_oprd.models.megatron_bridge_families import KINDS, REFUSED_FAMILIES
-from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized
+from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized, with_modelopt_file
 from nemo_oprd.models.weight_files import refuse_adapter
 from nemo_oprd.runtime.files import kind_of, read_json
 
@@ -86,6 +86,8 @@ def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec
 def read_hf_config(path: str | Path) -> dict:
     """The contents of `path/config.json`; of a model for text and pictures, `language_model_config` of them.
 
+    `quantization_config` is also that which only hf_quant_config.json names.
+
     Raises:
         ValueError: there is no readable config.json, or the directory holds an adapter alone.
     """
@@ -102,7 +104,7 @@ def read_hf_config(path: str | Path) -> dict:
         raise ValueError(f"{path}: no config.json there; expected the directory of a Hugging Face model{hint}")
     content = read_json(file, "an object with model_type", "copy the file from the model's source again")
     check_counts(content, str(file))
-    return language_model_config(content, str(file))
+    return with_modelopt_file(language_model_config(content, str(file)), Path(path))
 
 
 def copy_hf_config(source: Path, target: Path) -> None:

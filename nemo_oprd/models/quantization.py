@@ -1,25 +1,40 @@
-"""The quantised weights that can be read: `quantization_config` of a config.json. No torch.
+"""The quantised weights that can be read: `quantization_config` of a config.json, or hf_quant_config.json. No torch.
 
-Two formats are supported. Models in them are trained, distilled and exported in bfloat16, of the numbers that the
-files stand for (`megatron/weights/dequantize.py`):
+Models in these formats are trained, distilled and exported in bfloat16, of the numbers that the files stand for
+(`megatron/weights/dequantize.py`):
 
 - mxfp4, of gpt-oss: matrices of experts as 4-bit numbers, with a power of two for 32 neighbours;
-- fp8 with `weight_block_size`, of DeepSeek-V3 and models of Qwen: 8-bit matrices, with a factor for each block.
+- fp8 with `weight_block_size`, of DeepSeek, Qwen and MiniMax: 8-bit matrices, with a factor for each block;
+- modelopt, and compressed-tensors' `float-quantized`: 8-bit matrices with one factor, or one per row, and modelopt's
+  NVFP4: 4-bit numbers with an 8-bit factor for 16 neighbours and one for the matrix. Which of them a matrix is in, and
+  which matrices are not quantised, the tensors beside it say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from nemo_oprd.runtime.files import read_json
+
 KEY = "quantization_config"
-MXFP4, FP8 = "mxfp4", "fp8"
-NUMBERS_OF_A_BYTE = 2  # of mxfp4
+# beside config.json, where some releases of ModelOpt say alone that they are quantised
+MODELOPT_FILE = "hf_quant_config.json"
+MXFP4, FP8, SCALED = "mxfp4", "fp8", "scaled"
+NVFP4 = "nvfp4"  # of a matrix in a `SCALED` model, beside fp8
+NUMBERS_OF_A_BYTE = 2  # of mxfp4 and nvfp4
 _BLOCK = "weight_block_size"
 # what else of fp8 is read; transformers takes these for keys that are absent, too
 _FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
+_SAME = {"float8_e4m3fn": "e4m3"}  # another name of a format
+_MODELOPT, _COMPRESSED = "modelopt", "compressed-tensors"
+_ALGORITHMS = ("FP8", "NVFP4")  # of ModelOpt; MIXED_PRECISION has one per layer
 _DTYPE = "bfloat16"  # of dequantised weights
+# tensors beside a `SCALED` matrix: its factors, and what only an engine that computes in these formats needs
+_SCALES = ("_scale", "_scale_2")
+_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 
 
 @dataclass(frozen=True)
@@ -27,24 +42,29 @@ class Quantization:
     """The format of a model's files.
 
     Attributes:
-        method: `MXFP4` or `FP8`.
+        method: `MXFP4`, `FP8` or `SCALED`.
         block: of fp8, the rows and columns of a matrix that share a factor.
+        label: the format in words, for messages.
     """
 
     method: str
     block: tuple[int, int] = (1, 1)
+    label: str = field(default="", compare=False)
 
-    def names(self, stored: Iterable[str], source: str) -> dict[str, tuple[str, str]]:
-        """The name of each quantised tensor -> the stored tensors of (its numbers, its scales).
+    def names(self, stored: Iterable[str], source: str) -> dict[str, tuple[str, ...]]:
+        """The name of each quantised tensor -> the stored tensors of (its numbers, its scales, ...).
 
         Args:
             stored: the names of all tensors in the files.
             source: the beginning of messages.
 
         Raises:
-            ValueError: one of the two is missing.
+            ValueError: one of them is missing.
         """
-        names, found = set(stored), {}
+        names = set(stored)
+        if self.method == SCALED:
+            return self._scaled(names, source)
+        found: dict[str, tuple[str, ...]] = {}
         numbers, scales = ("_blocks", "_scales") if self.method == MXFP4 else ("", "_scale_inv")
         for name in sorted(names):
             for own, other in ((numbers, scales), (scales, numbers)):
@@ -52,12 +72,55 @@ class Quantization:
                 if not own or whole == name:
                     continue
                 if whole + other not in names:
-                    raise ValueError(
-                        f"{source}: tensor {name!r} is there, but not {whole + other!r}; expected both, of weights in "
-                        f"{self.method}: copy all files of the model from its source again"
-                    )
+                    raise self._missing(name, whole + other, source)
                 found[whole] = whole + numbers, whole + scales
         return found
+
+    def _scaled(self, names: set[str], source: str) -> dict[str, tuple[str, ...]]:
+        """`names` where the tensors beside a matrix say how it is quantised."""
+        found: dict[str, tuple[str, ...]] = {}
+        scale, factor = _SCALES
+        for name in sorted(names):
+            if name.endswith(factor) and (of_group := name.removesuffix(factor) + scale) not in names:
+                raise self._missing(name, of_group, source)
+            if name.endswith(scale) and not name.endswith(_UNUSED):
+                whole = name.removesuffix(scale)
+                if whole not in names:
+                    raise self._missing(name, whole, source)
+                found[whole] = whole, name, *([whole + factor] if whole + factor in names else [])
+        return found
+
+    def unused(self, stored: Iterable[str]) -> set[str]:
+        """The stored tensors that dequantised weights do not need, such as the scales of activations."""
+        return {name for name in stored if name.endswith(_UNUSED)} if self.method == SCALED else set()
+
+    def _missing(self, name: str, other: str, source: str) -> ValueError:
+        return ValueError(
+            f"{source}: tensor {name!r} is there, but not {other!r}; expected both, of weights in "
+            f"{self.label or self.method}: copy all files of the model from its source again"
+        )
+
+
+def with_modelopt_file(hf_config: dict, directory: Path) -> dict:
+    """Returns the content of a config.json with the format that only hf_quant_config.json beside it names.
+
+    Some releases name ModelOpt as the producer in config.json and not as the method, which is added, too.
+
+    Raises:
+        ValueError: that file cannot be read.
+    """
+    file, given = directory / MODELOPT_FILE, hf_config.get(KEY)
+    if isinstance(given, dict) and not given.get("quant_method"):
+        producer = given.get("producer")
+        if isinstance(producer, dict) and producer.get("name") == _MODELOPT:
+            return {**hf_config, KEY: {**given, "quant_method": _MODELOPT}}
+    if given or not file.is_file():
+        return hf_config
+    content = read_json(file, "an object with quantization", "copy the file from the model's source again")
+    settings = content.get("quantization", content)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file}: quantization={settings!r}; expected an object: copy the file from its source again")
+    return {**hf_config, KEY: {"quant_method": _MODELOPT, **settings}}
 
 
 def read_quantization(hf_config: dict, source: str) -> Quantization | None:
@@ -73,11 +136,12 @@ def read_quantization(hf_config: dict, source: str) -> Quantization | None:
     method, given = settings, ""
     if isinstance(settings, dict):
         method = settings.get("quant_method")
-        named = [_BLOCK, *(key for key in _FP8 if key in settings)] if method == FP8 else []
-        given = "".join(f", {key}={settings.get(key)!r}" for key in named)
+        keys = [_BLOCK, *_FP8] if method == FP8 else ["quant_algo", "format"]
+        given = "".join(f", {key}={settings.get(key)!r}" for key in keys if key in settings or key == _BLOCK == keys[0])
     raise ValueError(
-        f"{source}: {KEY} asks for {method!r} weights{given}, expected unquantized ones, mxfp4, or fp8 with "
-        f"{_BLOCK}=[ROWS, COLUMNS] and {', '.join(f'{key}={value}' for key, value in _FP8.items())}; take the model's "
+        f"{source}: {KEY} asks for {method!r} weights{given}, expected unquantized ones, mxfp4, fp8 with "
+        f"{_BLOCK}=[ROWS, COLUMNS] and {', '.join(f'{key}={value}' for key, value in _FP8.items())}, modelopt's "
+        "quant_algo FP8, NVFP4 or a mixture of these, or compressed-tensors' float-quantized; take the model's "
         "original (bfloat16 or float32) release"
     )
 
@@ -87,14 +151,50 @@ def known_quantization(hf_config: dict) -> Quantization | None:
     settings = hf_config.get(KEY)
     if not isinstance(settings, dict):
         return None
-    if settings.get("quant_method") == MXFP4:
-        return Quantization(MXFP4)
+    method = settings.get("quant_method")
+    if method == MXFP4:
+        return Quantization(MXFP4, label=MXFP4)
+    if method == FP8 and "quant_algo" not in settings:
+        return _blocks(settings)
+    if method == _COMPRESSED:
+        return _compressed(settings)
+    return _modelopt(settings) if method == _MODELOPT else None
+
+
+def _blocks(settings: dict) -> Quantization | None:
     block = settings.get(_BLOCK)
-    differs = any(settings.get(key, value) != value for key, value in _FP8.items())
-    if settings.get("quant_method") != FP8 or differs or not isinstance(block, list) or len(block) != 2:
+    given = {key: _SAME.get(str(settings.get(key, value)), settings.get(key, value)) for key, value in _FP8.items()}
+    if given != _FP8 or not isinstance(block, list) or len(block) != 2:
         return None
     rows, columns = block
-    return Quantization(FP8, (rows, columns)) if _is_size(rows) and _is_size(columns) else None
+    if not (_is_size(rows) and _is_size(columns)):
+        return None
+    return Quantization(FP8, (rows, columns), label=f"fp8 in blocks of {rows} x {columns}")
+
+
+def _modelopt(settings: dict) -> Quantization | None:
+    """The format of ModelOpt's settings; a mixture names the algorithm of each layer."""
+    algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
+    algorithms = {algorithm}
+    if algorithm == "MIXED_PRECISION" and isinstance(layers, Mapping):
+        algorithms = {each.get("quant_algo") for each in layers.values() if isinstance(each, Mapping)}
+    if not algorithms or not algorithms <= set(_ALGORITHMS):
+        return None
+    return Quantization(SCALED, label=f"modelopt's {' and '.join(sorted(map(str, algorithms)))}")
+
+
+def _compressed(settings: dict) -> Quantization | None:
+    """The format of compressed-tensors, if all groups have 8-bit floats with one factor for a matrix or each row."""
+    groups = settings.get("config_groups")
+    if settings.get("format") != "float-quantized" or not isinstance(groups, Mapping) or not groups:
+        return None
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("type")) != (8, "float"):
+            return None
+        if weights.get("strategy") not in ("tensor", "channel"):
+            return None
+    return Quantization(SCALED, label="compressed-tensors' FP8")
 
 
 def _is_size(value: Any) -> bool:

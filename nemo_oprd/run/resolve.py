@@ -16,9 +16,10 @@ from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.losses.layer_mapping import weights_of_layers
-from nemo_oprd.models import Family, ModelSpec, read_model_spec
+from nemo_oprd.models import Family, ModelSpec, read_hf_config, read_model_spec
 from nemo_oprd.models.architecture import unused_code
 from nemo_oprd.models.checkpoint_directory import hf_directory
+from nemo_oprd.models.quantization import known_quantization
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.run import checks
 from nemo_oprd.run.engine_kinds import ENGINES
@@ -219,9 +220,19 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
         family = beside.spec.family
     spec = read_model_spec(directory, family)
     check_provider(source.provider, spec, directory)
-    if (note := unused_code(spec.hf_config, str(directory / "config.json"))) is not None and is_first_rank():
-        logger.info(note)
+    _log_notes(key, directory)
     return ResolvedModel(key, source, directory, spec)
+
+
+def _log_notes(key: str, directory: Path) -> None:
+    """Logs, on the first rank, what is done with a model that its config.json asks for otherwise."""
+    if not is_first_rank():
+        return
+    hf_config = read_hf_config(directory)
+    if (note := unused_code(hf_config, str(directory / "config.json"))) is not None:
+        logger.info(note)
+    if (quantization := known_quantization(hf_config)) is not None:
+        logger.info(f"{key}: the weights in {directory} are {quantization.label}; they are dequantised to bfloat16")
 
 
 def resolve_served(config: Config, number: int) -> ResolvedModel:

@@ -87,7 +87,7 @@ def _served(directory: str, model_type: str, why: str) -> Answer:
 def _weights(hf_config: dict, spec: ModelSpec) -> str:
     """Returns the format of a model's files."""
     found = known_quantization(hf_config)
-    return spec.dtype if found is None else found.method
+    return spec.dtype if found is None else found.label
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.models.complete_config import language_model_architecture
-from nemo_oprd.models.quantization import KEY, known_quantization
+from nemo_oprd.models.quantization import KEY, known_quantization, with_modelopt_file
 from nemo_oprd.models.rope import parse_ropes
 from nemo_oprd.runtime.files import read_json
 
@@ -121,7 +121,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
 def _config_overrides(directory: Path) -> dict[str, Any]:
     """Returns the values of a student's config.json that servers must override: the trainer sends plain weights."""
     overrides: dict[str, Any] = {}
-    hf_config = read_json(directory / "config.json", "a model's config", "copy it again")
+    hf_config = with_modelopt_file(read_json(directory / "config.json", "a model's config", "copy it again"), directory)
     inner = language_model_architecture(hf_config)
     if inner is not None:  # the values of the language model alone, by their names there
         overrides["architectures"] = [inner]

@@ -2,25 +2,28 @@
 
 Nothing larger than a matrix is computed in float32 at a time: an expert's, or some rows of another one.
 
-Shapes: E experts, O rows of a stored matrix, I columns, G groups of 32 of them.
+Shapes: E experts, O rows of a stored matrix, I columns, G groups of 32 (mxfp4) or 16 (nvfp4) of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from nemo_oprd.models.quantization import FP8, MXFP4, Quantization
+from nemo_oprd.models.quantization import FP8, MXFP4, NVFP4, SCALED, Quantization
 
 # OCP Microscaling Formats 1.0: e2m1, whose fourth bit is the sign, and e8m0, whose last value is no number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NIBBLES = (*_E2M1, *(-value for value in _E2M1))
 _GROUP, _BIAS, _NO_NUMBER = 32, 127, 255
+_GROUP_OF_NVFP4 = 16
+_FLOATS = ("F32", "BF16", "F16")
 # as safetensors calls them; the factors of a block are powers of two in some models of DeepSeek
-_OF_NUMBERS = {MXFP4: "U8", FP8: "F8_E4M3"}
-_OF_SCALES = {MXFP4: ("U8",), FP8: ("F32", "BF16", "F16", "F8_E8M0")}
+_OF_NUMBERS = {MXFP4: "U8", FP8: "F8_E4M3", SCALED: "F8_E4M3", NVFP4: "U8"}
+_OF_SCALES = {MXFP4: ("U8",), FP8: (*_FLOATS, "F8_E8M0"), SCALED: _FLOATS, NVFP4: ("F8_E4M3",)}
 # types of tensors that stand for themselves
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
 
@@ -50,6 +53,24 @@ def dequantize_fp8(weight_OI: torch.Tensor, scales: torch.Tensor, block: tuple[i
     return found
 
 
+def dequantize_scaled(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float8 [O, I] and one factor, or one for each row -> bfloat16 [O, I]; the products are float32, rounded then."""
+    factor = scale.float().reshape(-1, 1)
+    return (weight_OI.float() * factor).to(torch.bfloat16)
+
+
+def dequantize_nvfp4(packed: torch.Tensor, scales_OG: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """uint8 [O, I / 2], float8 [O, G] and one float32 number -> bfloat16 [O, I].
+
+    A byte's lower half is the first of its two numbers. A number times the scale of its group is exact in float32; its
+    product with `factor` is rounded to float32, and then to bfloat16.
+    """
+    pairs = torch.tensor([(_NIBBLES[byte & 15], _NIBBLES[byte >> 4]) for byte in range(256)])
+    numbers = pairs[packed.int()].flatten(1).unflatten(1, (-1, _GROUP_OF_NVFP4))
+    exact = numbers.mul_(scales_OG.float().unsqueeze(-1)).flatten(1)
+    return exact.mul_(factor.float().reshape(())).to(torch.bfloat16)
+
+
 class StoredTensors:
     """The tensors of a model's files, by the names that they have in an unquantised model: `names`."""
 
@@ -58,7 +79,8 @@ class StoredTensors:
         stored = set(stored)
         self._source, self._quantization = source, quantization
         self._parts = {} if quantization is None else quantization.names(stored, source)
-        parts = {part for both in self._parts.values() for part in both}
+        parts = {part for each in self._parts.values() for part in each}
+        parts |= set() if quantization is None else quantization.unused(stored)
         self.names = (stored - parts) | self._parts.keys()
 
     def slice(self, name: str, stored_slice: Callable[[str], Any]) -> Any:
@@ -72,43 +94,54 @@ class StoredTensors:
         """
         if self._quantization is None or name not in self._parts:
             return stored_slice(name)
-        values, scales = map(stored_slice, self._parts[name])
+        values, *scales = map(stored_slice, self._parts[name])
         return QuantizedSlice(f"{self._source}: tensor {name!r}", values, scales, self._quantization)
 
 
 class QuantizedSlice:
     """A quantised tensor in the place of a slice of safetensors: its shape, and its numbers when they are asked for."""
 
-    def __init__(self, where: str, values: Any, scales: Any, quantization: Quantization) -> None:
+    def __init__(self, where: str, values: Any, scales: Sequence[Any], quantization: Quantization) -> None:
         """A tensor of slices of its numbers and its scales; messages begin with `where`.
 
         Raises:
             ValueError: they are not of the format, or do not fit each other.
         """
-        self._where, self._values, self._scales, self._quantization = where, values, scales, quantization
-        method, kinds = quantization.method, (values.get_dtype(), scales.get_dtype())
-        shape, given = values.get_shape(), scales.get_shape()
-        wanted = self._shape_of_scales(shape)
-        if wanted is None or kinds[0] != _OF_NUMBERS[method] or kinds[1] not in _OF_SCALES[method] or given != wanted:
-            expected = f"scales {'/'.join(_OF_SCALES[method])} {wanted}" if wanted else "another shape"
+        self._where, self._values, self._scales, self._block = where, values, scales[0], quantization.block
+        self._factor = scales[1] if len(scales) > 1 else None
+        self._method = NVFP4 if self._factor is not None else quantization.method
+        kinds, shape = (values.get_dtype(), scales[0].get_dtype()), list(values.get_shape())
+        wanted, given = self._shapes_of_scales(shape), list(scales[0].get_shape())
+        fits = given in wanted and kinds[0] == _OF_NUMBERS[self._method] and kinds[1] in _OF_SCALES[self._method]
+        if self._factor is not None:
+            fits = fits and self._factor.get_dtype() in _FLOATS and math.prod(self._factor.get_shape()) == 1
+        if not fits:
+            expected = f"scales {'/'.join(_OF_SCALES[self._method])} {wanted[-1]}" if wanted else "another shape"
             raise ValueError(
-                f"{where} has {method} numbers {kinds[0]} {shape} and scales {kinds[1]} {given}; expected numbers "
-                f"{_OF_NUMBERS[method]} and {expected}: copy the model's files from its source again"
+                f"{where} has {self._method} numbers {kinds[0]} {shape} and scales {kinds[1]} {given}; expected "
+                f"numbers {_OF_NUMBERS[self._method]} and {expected}: copy the model's files from its source again"
             )
 
-    def _shape_of_scales(self, shape: list[int]) -> list[int] | None:
-        """The shape of the scales of numbers of this shape; None: numbers have no such shape."""
-        if self._quantization.method == MXFP4:
-            return shape[:3] if len(shape) == 4 and shape[3] * 2 == _GROUP else None
+    def _shapes_of_scales(self, shape: list[int]) -> list[list[int]]:
+        """The shapes that the scales of numbers of this shape may have; none: numbers have no such shape."""
+        if self._method == MXFP4:
+            return [shape[:3]] if len(shape) == 4 and shape[3] * 2 == _GROUP else []
+        if self._method == SCALED:
+            return [[], [shape[0]], [shape[0], 1], [1]] if len(shape) == 2 else []
+        if self._method == NVFP4:
+            even = len(shape) == 2 and shape[1] * 2 % _GROUP_OF_NVFP4 == 0
+            return [[shape[0], shape[1] * 2 // _GROUP_OF_NVFP4]] if even else []
         if len(shape) not in (2, 3):
-            return None
-        sizes = zip(shape[-2:], self._quantization.block, strict=True)
-        return [*shape[:-2], *(-(-count // size) for count, size in sizes)]
+            return []
+        sizes = zip(shape[-2:], self._block, strict=True)
+        return [[*shape[:-2], *(-(-count // size) for count, size in sizes)]]
 
     def get_shape(self) -> list[int]:
         """The shape of the tensor: that of gpt-oss's experts is [E, I, O], the transpose of what the files hold."""
         shape = list(self._values.get_shape())
-        return [shape[0], shape[2] * _GROUP, shape[1]] if self._quantization.method == MXFP4 else shape
+        if self._method == NVFP4:
+            return [shape[0], shape[1] * 2]
+        return [shape[0], shape[2] * _GROUP, shape[1]] if self._method == MXFP4 else shape
 
     def get_dtype(self) -> str:
         """bfloat16, as safetensors calls it."""
@@ -126,16 +159,24 @@ class QuantizedSlice:
             assert len(shape) == 3 and isinstance(first, int), f"{self._where}: {index}"
             return self._matrix(first)[tuple(more)]
         if len(shape) == 2:
-            return dequantize_fp8(self._values[:], self._scales[:], self._quantization.block)
+            return self._whole_matrix()
         found = torch.empty(shape, dtype=torch.bfloat16)
         for expert in range(shape[0]):
             found[expert] = self._matrix(expert)
         return found
 
+    def _whole_matrix(self) -> torch.Tensor:
+        values, scales = self._values[:], self._scales[...]
+        if self._method == FP8:
+            return dequantize_fp8(values, scales, self._block)
+        if self._factor is None:
+            return dequantize_scaled(values, scales)
+        return dequantize_nvfp4(values, scales, self._factor[...])
+
     def _matrix(self, expert: int) -> torch.Tensor:
         values, scales = self._values[expert], self._scales[expert]
-        if self._quantization.method == FP8:
-            return dequantize_fp8(values, scales, self._quantization.block)
+        if self._method == FP8:
+            return dequantize_fp8(values, scales, self._block)
         if (scales == _NO_NUMBER).any():
             raise ValueError(
                 f"{self._where} has a scale of {_NO_NUMBER} in expert {expert}, which is no number; expected at most "

@@ -143,6 +143,10 @@ def test_vllm_gets_dequantised_weights(tmp_path: Path) -> None:
         config = load_config("verify", paths)
         arguments = server_arguments(config, read_model_spec(tmp_path), tmp_path, TokenIds(8), cuda=False)
         assert arguments[-len(overrides) :] == overrides if overrides else "--hf-overrides" not in arguments
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    arguments = server_arguments(config, read_model_spec(tmp_path), tmp_path, TokenIds(8), cuda=False)
+    assert arguments[-2:] == ["--hf-overrides", '{"quantization_config": null}']
 
 
 def test_the_weights_of_a_quantised_model_are_bfloat16() -> None:
@@ -206,15 +210,24 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "asks for 'gptq' weights, expected"),
     "awq": ({"quant_method": "awq"}, "asks for 'awq' weights, expected"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "asks for 'bitsandbytes' weights, exp"),
-    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "asks for 'modelopt' weights, expected"),
-    "fp8 per channel": ({"quant_method": "compressed-tensors"}, "asks for 'compressed-tensors' weights, expected"),
+    "another algorithm": (
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "asks for 'modelopt' weights, quant_algo='W4A16_AWQ'"
+    ),
+    "a mixture with another": (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4"}}},
+        "quant_algo='MIXED_PRECISION', expected",
+    ),
+    "4-bit integers": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        "asks for 'compressed-tensors' weights, format='pack-quantized', expected",
+    ),
     "fp8 per tensor": ({**FP8, "weight_block_size": None}, "'fp8' weights, weight_block_size=None, fmt='e4m3'"),
     "another fp8": ({**FP8, "fmt": "e5m2"}, "weight_block_size=[128, 128], fmt='e5m2'"),
     "static activations": ({**FP8, "activation_scheme": "static"}, "activation_scheme='static', expected"),
     "experts in fp4": ({**FP8, "expert_dtype": "fp4"}, "expert_dtype='fp4', expected"),
     "sizes": ({**FP8, "weight_block_size": [128, 0]}, "weight_block_size=[128, 0]"),
     "text": ("mxfp4", "asks for 'mxfp4' weights, expected"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)

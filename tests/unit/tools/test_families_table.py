@@ -66,7 +66,7 @@ def test_answers_for_directories(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row["family"] for row in found] == ["qwen3", "qwen3", "nemotron_h", "unheard_of", "gemma", None]
     stored = sum(tensor.numel() for tensor in load_file(GOLDEN / "student" / "model.safetensors").values())
     assert [row["parameters"] for row in found[:2]] == [stored] * 2
-    assert [row["weights"] for row in found[:2]] == ["float32", "fp8"]
+    assert [row["weights"] for row in found[:2]] == ["float32", "fp8 in blocks of 128 x 128"]
     assert [(row["layers"], row["kv_heads"]) for row in found[:2]] == [(3, 2)] * 2
     assert [row["why"] == "" for row in found] == [True, True, False, False, False, False]
     assert "layers of different kinds" in found[2]["why"] and "no such directory" in found[5]["why"]
