@@ -17,8 +17,9 @@ a role that it does not have take part in the transfers and return None.
     metrics, and times of all phases  run/step_recorder.py, metrics_log.py, timeline.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, `run/preflight.py` checks and resolves the configuration: `run/resolve.py` derives the run:
-its models, layers and layouts, and `run/training.py` builds its parts.
+Before the loop, a start has stages, each made from the one before it: the configuration; `RunSpec`, what the run is
+(`run/preflight.py` checks, `run/resolve.py` derives models, layers and layouts); `RunInputs`, what it reads
+(`run/inputs.py`); and `TrainingRun`, its parts (`run/training.py`).
 """
 
 from __future__ import annotations
