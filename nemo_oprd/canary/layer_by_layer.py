@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from nemo_oprd.canary.delta_rule import exact_delta_rule
 from nemo_oprd.canary.reference import HEAD_ROWS, REPORT, STATES, ReferenceStates
 from nemo_oprd.megatron.weights.dequantize import StoredTensors
-from nemo_oprd.models import read_hf_config
+from nemo_oprd.models import has_other_name, read_hf_config, transformers_config
+from nemo_oprd.models.complete_config import LEFT_OUT, name_in_language_model
 from nemo_oprd.models.quantization import Quantization, forget_quantization, known_quantization
 
 _LISTS = ("layers", "h", "blocks")  # what transformers calls its lists of decoder layers
@@ -159,11 +160,11 @@ def _next_tokens(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
 def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
     """Loads the model, with or without its head; `model.layered` is its `LayerLoader`."""
     import transformers
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it reports the head, which the states don't need
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = transformers_config(directory)
     quantization = known_quantization(read_hf_config(directory))
     if quantization is not None:
         forget_quantization(config)
@@ -174,7 +175,7 @@ def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
         cls = mapping[type(config)]
     except KeyError:
         raise ValueError(f"transformers' {kind.__name__} has no model for {type(config).__name__}") from None
-    model, info = _without_layers(cls, quantization).from_pretrained(
+    model, info = _without_layers(cls, quantization, renamed=has_other_name(directory)).from_pretrained(
         directory,
         config=config,
         dtype=dtype,
@@ -190,13 +191,13 @@ def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
     return model.eval()
 
 
-def _without_layers(cls: Any, quantization: Quantization | None) -> Any:
+def _without_layers(cls: Any, quantization: Quantization | None, *, renamed: bool) -> Any:
     """Makes a subclass of a transformers model whose `from_pretrained` leaves the layers' tensors in their files."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
     def load_pretrained(model: Any, state_dict: Any, checkpoint_files: list[str], load_config: Any) -> tuple[Any, None]:
         path = _list_of_layers(model)
-        files = _files(checkpoint_files)
+        files = _files(checkpoint_files, renamed=renamed)
         stored = StoredTensors(files, quantization, "the model's files")
         rest, of_layer = _divided(stored.names, model, load_config.weight_mapping or [], path)
 
@@ -205,10 +206,10 @@ def _without_layers(cls: Any, quantization: Quantization | None) -> Any:
                 handles: dict[str, Any] = {}
 
                 def stored_slice(name: str) -> Any:
-                    file = files[name]
+                    file, in_file = files[name]
                     if file not in handles:
                         handles[file] = opened.enter_context(safe_open(file, framework="pt", device="cpu"))
-                    return handles[file].get_slice(name)
+                    return handles[file].get_slice(in_file)
 
                 slices = {name: stored.slice(name, stored_slice) for name in names}
                 return convert_and_load_state_dict_in_model(model, slices, load_config, None)[0]
@@ -230,12 +231,14 @@ def _without_layers(cls: Any, quantization: Quantization | None) -> Any:
     return type(cls.__name__, (cls,), members)
 
 
-def _files(checkpoint_files: list[str]) -> dict[str, str]:
-    """Maps each tensor's name to its file."""
+def _files(checkpoint_files: list[str], *, renamed: bool) -> dict[str, tuple[str, str]]:
+    """Maps each tensor's name to its file and its name there, which differs in a `renamed` model alone."""
     found = {}
     for file in checkpoint_files:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            found.update(dict.fromkeys(opened.keys(), file))
+            for name in opened.keys():  # noqa: SIM118
+                if not (renamed and name.startswith(LEFT_OUT)):
+                    found[name_in_language_model(name) if renamed else name] = file, name
     return found
 
 

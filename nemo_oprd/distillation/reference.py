@@ -32,7 +32,7 @@ from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
 from nemo_oprd.megatron.weights.hf import HFCheckpoint
-from nemo_oprd.models import FAMILIES, parse_model_spec, read_hf_config
+from nemo_oprd.models import FAMILIES, has_other_name, parse_model_spec, read_hf_config, transformers_config
 from nemo_oprd.models.families import fused_name
 from nemo_oprd.models.quantization import forget_quantization, known_quantization
 
@@ -397,13 +397,13 @@ def agreement(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def _load(path: str, dtype: torch.dtype) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
-    if known_quantization(read_hf_config(path)) is None:
+    if known_quantization(read_hf_config(path)) is None and not has_other_name(path):
         model = AutoModelForCausalLM.from_pretrained(path, **options)
     else:  # of the numbers in bfloat16 that are trained, to which transformers would not round
-        config, checkpoint = AutoConfig.from_pretrained(path, local_files_only=True), HFCheckpoint(path)
+        config, checkpoint = transformers_config(path), HFCheckpoint(path)
         forget_quantization(config)
         tensors = {name: checkpoint[name] for name in checkpoint.keys()}  # noqa: SIM118
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(

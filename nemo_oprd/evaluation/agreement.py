@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from nemo_oprd.data.token_ids import TokenIds
+from nemo_oprd.models import transformers_config
 
 REPETITION_NGRAMS = (2, 4)
 
@@ -67,7 +68,8 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig  # seconds to import
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
+    config = transformers_config(directory)
+    model = AutoModelForCausalLM.from_pretrained(str(directory), config=config, dtype=dtype, local_files_only=True)
     # a model's own generation_config.json, such as a penalty on repetitions, would fill what `Sampling` leaves open
     model.generation_config = GenerationConfig()
     return model.to(place).eval()

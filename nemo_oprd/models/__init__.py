@@ -11,9 +11,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from nemo_oprd.models.architecture import Family, ModelSpec, check_counts, check_same_width
-from nemo_oprd.models.complete_config import language_model_config
+from nemo_oprd.models.complete_config import is_renamed, language_model_config, renamed_config
 from nemo_oprd.models.families import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE
 from nemo_oprd.models.megatron_bridge_families import KINDS, REFUSED_FAMILIES
 from nemo_oprd.models.quantization import known_quantization, read_quantization, unquantized, with_modelopt_file
@@ -31,9 +32,11 @@ __all__ = [
     "ModelSpec",
     "check_same_width",
     "copy_hf_config",
+    "has_other_name",
     "parse_model_spec",
     "read_hf_config",
     "read_model_spec",
+    "transformers_config",
 ]
 
 
@@ -107,16 +110,34 @@ def read_hf_config(path: str | Path) -> dict:
     return with_modelopt_file(language_model_config(content, str(file)), Path(path))
 
 
+def has_other_name(path: str | Path) -> bool:
+    """Whether transformers knows the model in a directory under another name than its config.json has."""
+    return is_renamed(read_json(Path(path) / "config.json", "an object with model_type", "copy it again"))
+
+
+def transformers_config(path: str | Path) -> Any:
+    """transformers' config of the model in a directory; no code beside the model is run.
+
+    Raises:
+        ValueError: as `read_hf_config`.
+    """
+    from transformers import AutoConfig  # takes seconds
+
+    if has_other_name(path):
+        return renamed_config(read_hf_config(path))
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
 def copy_hf_config(source: Path, target: Path) -> None:
     """Copies config.json into the directory `target`, byte for byte unless the weights in `source` are quantised.
 
-    The weights that are written beside it are dequantised.
+    The weights that are written beside it are dequantised. A model under another name gets the known one.
 
     Raises:
         ValueError: as `read_hf_config`.
     """
     hf_config = read_hf_config(source)
-    if known_quantization(hf_config) is None:
+    if known_quantization(hf_config) is None and not has_other_name(source):
         shutil.copyfile(source / "config.json", target / "config.json")
     else:
         (target / "config.json").write_text(json.dumps(unquantized(hf_config), indent=2) + "\n")

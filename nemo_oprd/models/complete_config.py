@@ -1,4 +1,4 @@
-"""Completes a config.json with transformers' defaults, and finds the language model in one for text and pictures."""
+"""The config of a model under the name by which transformers knows it, and completed with transformers' defaults."""
 
 from __future__ import annotations
 
@@ -11,25 +11,37 @@ from typing import Any
 # language model. An export is a language model by itself.
 
 # model_type of the whole -> architecture of the language model
-_ARCHITECTURES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+_ARCHITECTURES = {
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "kimi_k25": "DeepseekV3ForCausalLM",
+}
+# model_type that transformers does not know -> (that of the same architecture, which it knows; its class). Kimi K2 is
+# DeepSeek-V3's architecture, MiMo is Qwen2's with a layer that predicts a further token, which is left out.
+_ALIASES = {
+    "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "mimo": ("qwen2", "Qwen2ForCausalLM"),
+}
 # keys that the whole has for its language model
 _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "auto_map")
 # where the language model's own differ, they count
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_PREFIX, _INNER = "model.", "model.language_model."
+_PREFIX, _INNER, _OUTER = "model.", "model.language_model.", "language_model."
 # the names of tensors that are left out begin so
-LEFT_OUT = ("model.visual.", "mtp.")
+LEFT_OUT = ("model.visual.", "mtp.", "vision_tower.", "mm_projector.", "model.mtp_layers.")
 
 
 def language_model_config(hf_config: dict, source: str) -> dict:
-    """The config of the language model in a config.json; another model's config is returned as it is.
+    """The config of the language model in a config.json, under a name that transformers knows.
+
+    Another model's config is returned as it is.
 
     Raises:
         ValueError: there is no language model in it, or the two configs contradict each other.
     """
     architecture = language_model_architecture(hf_config)
     if architecture is None:
-        return hf_config
+        return _under_known_name(hf_config)
     text = hf_config.get("text_config")
     if not isinstance(text, dict):
         raise ValueError(f"{source}: text_config={text!r}; expected the language model's config: copy the file again")
@@ -40,7 +52,21 @@ def language_model_config(hf_config: dict, source: str) -> dict:
                 "as in the model's source"
             )
     shared = {key: hf_config[key] for key in (*_SHARED, *_IDS) if key in hf_config}
-    return {**shared, **text, "architectures": [architecture]}
+    return _under_known_name({**shared, **text, "architectures": [architecture]})
+
+
+def _under_known_name(hf_config: dict) -> dict:
+    known = _ALIASES.get(str(hf_config.get("model_type")))
+    if known is None:
+        return hf_config
+    return {**hf_config, "model_type": known[0], "architectures": [known[1]]}
+
+
+def is_renamed(hf_config: dict) -> bool:
+    """Whether `language_model_config` gives the contents of a config.json another name than they have."""
+    text = hf_config.get("text_config")
+    types = {str(each.get("model_type")) for each in (hf_config, text) if isinstance(each, dict)}
+    return bool(types & _ALIASES.keys())
 
 
 def language_model_architecture(hf_config: dict) -> str | None:
@@ -54,6 +80,8 @@ def name_in_language_model(name: str) -> str:
     >>> name_in_language_model("model.language_model.layers.0.mlp.up_proj.weight")
     'model.layers.0.mlp.up_proj.weight'
     """
+    if name.startswith(_OUTER):
+        return name.removeprefix(_OUTER)
     return _PREFIX + name.removeprefix(_INNER) if name.startswith(_INNER) else name
 
 
@@ -68,6 +96,13 @@ def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
         return AutoConfig.for_model(**_decoded(hf_config)).get_text_config().to_dict()
     text = hf_config.get("text_config")
     return {**hf_config, **text} if isinstance(text, dict) else hf_config
+
+
+def renamed_config(hf_config: dict) -> Any:
+    """transformers' config of the contents of a config.json that transformers may know under another name."""
+    from transformers import AutoConfig  # takes seconds
+
+    return AutoConfig.for_model(**_decoded(hf_config))
 
 
 def _decoded(value: Any) -> Any:

@@ -30,7 +30,7 @@ _BLOCK = "weight_block_size"
 _FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
 _SAME = {"float8_e4m3fn": "e4m3"}  # another name of a format
 _MODELOPT, _COMPRESSED = "modelopt", "compressed-tensors"
-_ALGORITHMS = ("FP8", "NVFP4")  # of ModelOpt; MIXED_PRECISION has one per layer
+_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")  # of ModelOpt; MIXED_PRECISION has one per layer
 _DTYPE = "bfloat16"  # of dequantised weights
 # tensors beside a `SCALED` matrix: its factors, and what only an engine that computes in these formats needs
 _SCALES = ("_scale", "_scale_2")

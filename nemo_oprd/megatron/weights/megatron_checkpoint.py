@@ -235,7 +235,7 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     """Names of tensors that no weight mapping uses and whose content is redundant.
 
     These are a second copy of tied embeddings, tables of rotary frequencies that old programs saved, the layers for
-    multi-token prediction of DeepSeek-V3, GLM 4.5 and Qwen3.5, and the vision tower of the last, which transformers
+    multi-token prediction of DeepSeek-V3, GLM 4.5, Qwen3.5 and MiMo, and the towers of pictures, which transformers
     leaves out, too.
 
     Raises:
@@ -251,7 +251,8 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     embedding = by_megatron["embedding.word_embeddings.weight"]
     unknown = sorted(stored - known)
     predicting = tuple(f"model.layers.{layer}." for layer in _dropped_layers(spec))
-    predicting += () if spec.family.own else LEFT_OUT
+    predicts_more = not spec.family.own or spec.hf_config.get("num_nextn_predict_layers")
+    predicting += LEFT_OUT if predicts_more else ()
     lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq") and not name.startswith(predicting)]
     if head in lost and spec.tied_embeddings:
         if not torch.equal(checkpoint[head], checkpoint[embedding]):

@@ -31,7 +31,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
     "a mixture": (
         {
             "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}},
+            "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}},
         },
         True,
     ),
