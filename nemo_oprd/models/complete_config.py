@@ -23,9 +23,9 @@ _ALIASES = {
     "mimo": ("qwen2", "Qwen2ForCausalLM"),
 }
 # keys that the whole has for its language model
-_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "auto_map")
+_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 # where the language model's own differ, they count
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DIFFERING = ("bos_token_id", "eos_token_id", "pad_token_id", "auto_map")
 _PREFIX, _INNER, _OUTER = "model.", "model.language_model.", "language_model."
 # the names of tensors that are left out begin so
 LEFT_OUT = ("model.visual.", "mtp.", "vision_tower.", "mm_projector.", "model.mtp_layers.")
@@ -51,7 +51,7 @@ def language_model_config(hf_config: dict, source: str) -> dict:
                 f"{source}: {key}={hf_config[key]!r}, but {text[key]!r} in text_config; expected one value: correct it "
                 "as in the model's source"
             )
-    shared = {key: hf_config[key] for key in (*_SHARED, *_IDS) if key in hf_config}
+    shared = {key: hf_config[key] for key in (*_SHARED, *_DIFFERING) if key in hf_config}
     return _under_known_name({**shared, **text, "architectures": [architecture]})
 
 

@@ -34,6 +34,7 @@ SCALINGS: dict[str, dict | None] = {
     "longrope, own factor": {**LONGROPE, "factor": 9.0},
     "longrope, own attention factor": {**LONGROPE, "attention_factor": 1.5},
     "llama3": LLAMA3_ROPE,
+    "yarn, as Kimi K2's": {**YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
 }
 
 
@@ -142,7 +143,7 @@ def _rope(base: dict, **changes: object) -> dict:
         (QWEN3, {"rope_scaling": {**YARN, "factor": "4"}}, "factor='4'; expected a positive number"),
         (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "no 'original_max_position_embeddings'"),
         (QWEN3, {"rope_scaling": {**YARN, "truncate": "no"}}, "truncate='no'; expected true or false"),
-        (QWEN3, {"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_fast=0.5 is not above beta_slow=1.0"),
+        (QWEN3, {"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_fast=0.5 is below beta_slow=1.0"),
         (QWEN3, {"rope_scaling": YARN, "original_max_position_embeddings": 64}, "=64 at top level and 128 in"),
         (QWEN3, {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial rotary"),
         (QWEN3, {"rope_parameters": {"full_attention": YARN}}, "'full_attention', which transformers would ignore"),
