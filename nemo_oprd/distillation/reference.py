@@ -31,10 +31,9 @@ from nemo_oprd.config.schema import (
 from nemo_oprd.losses.layer_mapping import layer_map
 from nemo_oprd.losses.registry import resolve_row_loss
 from nemo_oprd.losses.representation import RowLoss
-from nemo_oprd.megatron.weights.hf import HFCheckpoint
-from nemo_oprd.models import FAMILIES, has_other_name, parse_model_spec, read_hf_config, transformers_config
+from nemo_oprd.megatron.weights.hf import HFCheckpoint, transformers_model
+from nemo_oprd.models import FAMILIES, parse_model_spec
 from nemo_oprd.models.families import fused_name
-from nemo_oprd.models.quantization import forget_quantization, known_quantization
 
 # The routers' losses of the plain Hugging Face computation, and the replay of recorded experts.
 #
@@ -397,18 +396,7 @@ def agreement(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def _load(path: str, dtype: torch.dtype) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
-    if known_quantization(read_hf_config(path)) is None and not has_other_name(path):
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
-    else:  # of the numbers in bfloat16 that are trained, to which transformers would not round
-        config, checkpoint = transformers_config(path), HFCheckpoint(path)
-        forget_quantization(config)
-        tensors = {name: checkpoint[name] for name in checkpoint.keys()}  # noqa: SIM118
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-            None, config=config, state_dict=tensors, **options
-        )
+    model = transformers_model(path, dtype, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):  # transformers 4 has no other one
         model.set_experts_implementation("eager")  # one expert after the other, in the model's precision
     # rollouts contain no padding; with a padding id, the embedding would drop the gradient of that id

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from nemo_oprd.data.token_ids import TokenIds
-from nemo_oprd.models import transformers_config
+from nemo_oprd.megatron.weights.hf import transformers_model
 
 REPETITION_NGRAMS = (2, 4)
 
@@ -65,11 +65,10 @@ class PromptAgreement:
 
 def load_model(directory: Path, dtype: torch.dtype) -> Any:
     """Loads the Hugging Face model in `directory` for inference, on the GPU if there is one."""
-    from transformers import AutoModelForCausalLM, GenerationConfig  # seconds to import
+    from transformers import GenerationConfig  # seconds to import
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    config = transformers_config(directory)
-    model = AutoModelForCausalLM.from_pretrained(str(directory), config=config, dtype=dtype, local_files_only=True)
+    model = transformers_model(directory, dtype)
     # a model's own generation_config.json, such as a penalty on repetitions, would fill what `Sampling` leaves open
     model.generation_config = GenerationConfig()
     return model.to(place).eval()

@@ -15,13 +15,17 @@ _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "kimi_k25": "DeepseekV3ForCausalLM",
+    "qwen3_vl": "Qwen3ForCausalLM",
 }
-# model_type that transformers does not know -> (that of the same architecture, which it knows; its class). Kimi K2 is
-# DeepSeek-V3's architecture, MiMo is Qwen2's with a layer that predicts a further token, which is left out.
+# model_type -> (that under which transformers has a causal language model of the same architecture; its class). Kimi K2
+# is DeepSeek-V3's architecture, MiMo is Qwen2's with a layer that predicts a further token, which is left out, and the
+# language model of Qwen3-VL is Qwen3's: the axes of its positions are alike in text.
 _ALIASES = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "mimo": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
+_AXES = {"mrope_section", "mrope_interleaved"}
 # keys that the whole has for its language model
 _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 # where the language model's own differ, they count
@@ -59,7 +63,12 @@ def _under_known_name(hf_config: dict) -> dict:
     known = _ALIASES.get(str(hf_config.get("model_type")))
     if known is None:
         return hf_config
-    return {**hf_config, "model_type": known[0], "architectures": [known[1]]}
+    plain = {
+        key: {name: value for name, value in hf_config[key].items() if name not in _AXES}
+        for key in ("rope_scaling", "rope_parameters")
+        if isinstance(hf_config.get(key), dict)
+    }
+    return {**hf_config, **plain, "model_type": known[0], "architectures": [known[1]]}
 
 
 def is_renamed(hf_config: dict) -> bool:

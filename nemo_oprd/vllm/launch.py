@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_oprd.config.schema import Config, ServerConfig
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.models.complete_config import language_model_architecture
+from nemo_oprd.models.complete_config import is_renamed, language_model_architecture
 from nemo_oprd.models.quantization import KEY, known_quantization, with_modelopt_file
 from nemo_oprd.models.rope import parse_ropes
 from nemo_oprd.runtime.files import read_json
@@ -122,6 +122,12 @@ def _config_overrides(directory: Path) -> dict[str, Any]:
     """Returns the values of a student's config.json that servers must override: the trainer sends plain weights."""
     overrides: dict[str, Any] = {}
     hf_config = with_modelopt_file(read_json(directory / "config.json", "a model's config", "copy it again"), directory)
+    if is_renamed(hf_config):
+        raise ValueError(
+            f"rollout.engine=vllm for the model in {directory}, which is trained as another one by name; expected "
+            "rollout.engine=megatron, or the model under its known name: convert it to Megatron and back "
+            "(checkpoint_tools/hf_to_megatron.py, megatron_to_hf.py) and name that directory"
+        )
     inner = language_model_architecture(hf_config)
     if inner is not None:  # the values of the language model alone, by their names there
         overrides["architectures"] = [inner]

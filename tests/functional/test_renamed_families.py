@@ -1,7 +1,8 @@
 """Models whose architecture transformers knows under another name: MiMo is Qwen2's, Kimi K2 is DeepSeek-V3's.
 
-A MiMo with a layer that predicts a further token, and with code beside it, against the same weights as a Qwen2: losses,
-gradients, the plain computation, the export. Kimi K2's config, without weights.
+A MiMo with a layer that predicts a further token, and with code beside it, against the same weights as a Qwen2; a
+Qwen3-VL of transformers, whose language model is Qwen3's, against transformers' own text of it. Losses, gradients, the
+plain computation, the export. Kimi K2's config, without weights.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_cases import make_rollouts, read_result, save_model
+from layout_cases import VOCABULARY, make_rollouts, read_result, save_model
 from pool import Pools
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_oprd.canary.layer_by_layer import layered_states
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.distillation.reference import reference
+from nemo_oprd.data.token_ids import TokenIds
+from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.evaluation.agreement import load_model
-from nemo_oprd.models import read_hf_config, transformers_config
+from nemo_oprd.models import read_hf_config, read_model_spec, transformers_config
 from nemo_oprd.models.complete_config import name_in_language_model
 from nemo_oprd.rollout.replay import write_rollouts
+from nemo_oprd.vllm.launch import server_arguments
 
 CODE = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
 
@@ -44,6 +47,79 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_file({**tensors, **more}, target / "model.safetensors", metadata={"format": "pt"})
     write_rollouts(root / "rollouts.jsonl", make_rollouts())
     return root
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """{student,teacher}: two Qwen3-VL as transformers makes and saves them, with a vision tower."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    root = tmp_path_factory.mktemp("towers")
+    text = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True
+        },
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    for seed, role in enumerate(("student", "teacher")):
+        torch.manual_seed(seed)
+        config = Qwen3VLConfig(text_config=text, vision_config=vision)
+        model = Qwen3VLForConditionalGeneration(config).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+        model.save_pretrained(root / role)
+    write_rollouts(root / "rollouts.jsonl", make_rollouts())
+    return root
+
+
+def test_the_language_model_of_qwen3_vl(pools: Pools, towers: Path, tmp_path: Path) -> None:
+    """Gradients against the states of transformers' whole model, in float64; the export is a Qwen3 by itself."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    roles = [f"{role}.hf_path={towers / role}" for role in ("student", "teacher")]
+    shared = [*roles, f"rollout.replay={towers / 'rollouts.jsonl'}", "loss.representation.positions=all"]
+    layout = ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.pipeline=2"]
+    pools[2].run("layout_cases:run_verify", overrides=[*shared, *layout, f"output={tmp_path / 'verified'}"])
+    found = read_result(tmp_path / "verified")[1]
+    student, teacher = (
+        Qwen3VLForConditionalGeneration.from_pretrained(towers / role, dtype=torch.float64)
+        for role in ("student", "teacher")
+    )
+    total = torch.zeros((), dtype=torch.float64)
+    rows = sum(sum(rollout.mask) for rollout in make_rollouts())
+    answered = [rollout for rollout in make_rollouts() if sum(rollout.mask)]
+    for rollout in answered:
+        ids = torch.tensor([rollout.ids.tolist()])
+        own, theirs = (states(model, ids) for model in (student, teacher))
+        mask = torch.tensor(rollout.mask, dtype=torch.float64)
+        squares = sum((a - b.detach()).square().mean(-1) for a, b in zip(own, theirs, strict=True)) / len(own)
+        total = total + (squares[0, len(rollout.prompt_ids) :] * mask).sum() / mask.sum() / len(answered)
+    assert rows > 0
+    total.backward()
+    expected = {
+        name_in_language_model(name): parameter.grad
+        for name, parameter in student.named_parameters()
+        if parameter.grad is not None
+    }
+    assert set(found) <= set(expected)
+    deviations = agreement(found, {name: expected[name] for name in found})
+    assert max(deviations.values()) < 1e-5, deviations
+    pools[1].run("cases:run_train", overrides=[*shared, "train.steps=1", f"output={tmp_path / 'run'}"])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
+    assert type(exported).__name__ == "Qwen3ForCausalLM"
+    assert not any("visual" in name for name in load_file(tmp_path / "run" / "hf" / "model.safetensors"))
+    plain = load_model(towers / "student", torch.float64)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(plain(ids).logits, student(ids).logits, rtol=0, atol=1e-12)
+
+
+def states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The states after each layer, the last one after the final norm, as the losses compare them by default."""
+    return list(model(input_ids=ids, output_hidden_states=True).hidden_states[1:])
 
 
 def settings(models: Path, name: str, output: Path) -> list[str]:
@@ -89,6 +165,14 @@ def test_an_export_has_the_known_name(pools: Pools, models: Path, tmp_path: Path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert type(model).__name__ == "Qwen2ForCausalLM"
     assert not any("mtp" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
+
+
+def test_servers_of_such_a_student_are_refused(models: Path, tmp_path: Path) -> None:
+    """vLLM would build it under its own name; the message says how to get the model under the known one."""
+    config = load_config("verify", settings(models, "mimo", tmp_path))
+    directory = models / "mimo-student"
+    with pytest.raises(ValueError, match="expected rollout.engine=megatron, or the model under its known name: conv"):
+        server_arguments(config, read_model_spec(directory), directory, TokenIds(8), cuda=False)
 
 
 @pytest.mark.parametrize("whole", [False, True])

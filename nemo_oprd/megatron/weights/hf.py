@@ -21,11 +21,11 @@ from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.parallel import Role, device, everyones
 from nemo_oprd.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.megatron.weights.dequantize import PLAIN_DTYPES, QuantizedSlice, StoredTensors
-from nemo_oprd.models import ModelSpec, read_hf_config
+from nemo_oprd.models import ModelSpec, has_other_name, read_hf_config, transformers_config
 from nemo_oprd.models.architecture import ParamMapping, stack_parts, stacked_part
-from nemo_oprd.models.complete_config import name_in_language_model
+from nemo_oprd.models.complete_config import LEFT_OUT, name_in_language_model
 from nemo_oprd.models.families import fused_name
-from nemo_oprd.models.quantization import known_quantization
+from nemo_oprd.models.quantization import forget_quantization, known_quantization
 from nemo_oprd.models.weight_files import weight_files
 
 # gives one HF tensor by its name
@@ -128,6 +128,29 @@ class HFCheckpoint:
                 "expected every weight of the model: is a shard missing?"
             )
         return self._handle_of[name]
+
+
+def transformers_model(path: str | Path, dtype: torch.dtype, **options: Any) -> Any:
+    """transformers' causal language model in a directory, of the weights that are trained.
+
+    Those of quantised files are the bfloat16 numbers that they stand for, to which transformers would not round; those
+    of a model under another name, or inside a larger one, have the names that this project gives them.
+
+    Args:
+        options: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: the directory holds no model that can be read.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    options |= {"dtype": dtype, "local_files_only": True}
+    if known_quantization(read_hf_config(path)) is None and not has_other_name(path):
+        return AutoModelForCausalLM.from_pretrained(str(path), **options)
+    config, checkpoint = transformers_config(path), HFCheckpoint(path)
+    forget_quantization(config)
+    tensors = {name: checkpoint[name] for name in checkpoint.keys() if not name.startswith(LEFT_OUT)}  # noqa: SIM118
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
 def finite(read: TensorReader, source: str | Path) -> TensorReader:

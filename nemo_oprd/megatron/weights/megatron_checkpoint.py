@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from nemo_oprd.megatron.param_names import TE_NAMES
 from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.megatron.weights.torch_dist import open_torch_dist, read_megatron_tensor
-from nemo_oprd.models import Family, ModelSpec, read_model_spec
+from nemo_oprd.models import Family, ModelSpec, has_other_name, read_model_spec
 from nemo_oprd.models.architecture import ParamMapping, Vocabulary, concatenated, stacked_part
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory, hf_directory
 from nemo_oprd.models.complete_config import LEFT_OUT
@@ -251,8 +251,7 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     embedding = by_megatron["embedding.word_embeddings.weight"]
     unknown = sorted(stored - known)
     predicting = tuple(f"model.layers.{layer}." for layer in _dropped_layers(spec))
-    predicts_more = not spec.family.own or spec.hf_config.get("num_nextn_predict_layers")
-    predicting += LEFT_OUT if predicts_more else ()
+    predicting += LEFT_OUT if not spec.family.own or has_other_name(checkpoint.path) else ()
     lost = [name for name in unknown if not name.endswith(".rotary_emb.inv_freq") and not name.startswith(predicting)]
     if head in lost and spec.tied_embeddings:
         if not torch.equal(checkpoint[head], checkpoint[embedding]):
