@@ -358,7 +358,7 @@ class ReplicatedKVAttention(SelfAttention):
         return (query, key, value, *gate)
 
 
-class RotatedSelfAttention(ReplicatedKVAttention):
+class RotatedSelfAttention(ReplicatedKVAttention, SelfAttention):
     """Megatron's self-attention, whose queries and keys are rotated by `packed_seq_params.rotation`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
