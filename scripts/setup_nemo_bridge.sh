@@ -49,6 +49,8 @@ if [ "$requirements" = requirements-nemo-bridge-cpu.txt ]; then
   "${install[@]}" --constraint "$requirements" "$(grep '^torch==' "$requirements")"
 fi
 "${install[@]}" --no-deps --requirement "$requirements"
+# configurations of published models, for tests/e2e/test_published_models.py alone
+"${install[@]}" --no-deps aiconfigurator-core==0.12.0 || echo "aiconfigurator-core could not be installed" >&2
 # what the tests import; Megatron-Bridge cannot be imported without Transformer Engine or the stand-in
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

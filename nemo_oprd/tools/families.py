@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from typing import Literal
 
 from nemo_oprd.commands.options import json_file
-from nemo_oprd.models import FAMILIES, ModelSpec, read_hf_config, read_model_spec
+from nemo_oprd.models import FAMILIES, read_hf_config, read_model_spec
+from nemo_oprd.models.architecture import source_dtype
 from nemo_oprd.models.megatron_bridge_families import KINDS, NEEDED_VERSION, REFUSED_FAMILIES
-from nemo_oprd.models.quantization import known_quantization
+from nemo_oprd.models.quantization import KEY, known_quantization
 from nemo_oprd.run.provider import BRIDGE, find_family
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.plan.parameters import model_parameters
@@ -68,26 +69,31 @@ def answer(directory: str) -> Answer:
         family = find_family(BRIDGE, hf_path=directory) if route == "bridge" and _bridge_is_installed() else None
         spec = read_model_spec(directory, family)
     except ValueError as error:
-        return _served(directory, model_type, str(error))
+        return _served(directory, hf_config, str(error))
     sizes = spec.num_layers, spec.num_kv_heads
-    return Answer(directory, model_type, route, model_parameters(spec), _weights(hf_config, spec), *sizes)
+    return Answer(directory, model_type, route, model_parameters(spec), weights_in_words(hf_config), *sizes)
 
 
-def _served(directory: str, model_type: str, why: str) -> Answer:
+def _served(directory: str, hf_config: dict, why: str) -> Answer:
     """Returns the answer for a model that the trainer does not build, for the reason `why`."""
     from nemo_oprd.models.served import read_served_spec
 
+    model_type = str(hf_config.get("model_type"))
     try:
         spec = read_served_spec(directory)
     except ValueError as error:
         return Answer(directory, model_type, "refused", why=f"{why}; and as a served teacher: {error}")
-    return Answer(directory, model_type, "served", layers=spec.num_layers, weights=spec.dtype, why=why)
+    return Answer(directory, model_type, "served", layers=spec.num_layers, weights=weights_in_words(hf_config), why=why)
 
 
-def _weights(hf_config: dict, spec: ModelSpec) -> str:
-    """Returns the format of a model's files."""
-    found = known_quantization(hf_config)
-    return spec.dtype if found is None else found.label
+def weights_in_words(hf_config: dict) -> str:
+    """Returns the format of a model's files, of a quantised one that of its method, whether it can be read or not."""
+    found, settings = known_quantization(hf_config), hf_config.get(KEY)
+    if found is not None:
+        return found.label
+    if isinstance(settings, dict) and settings.get("quant_method"):
+        return str(settings["quant_method"])
+    return source_dtype({**hf_config, **(hf_config.get("text_config") or {})})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
