@@ -10,7 +10,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from megatron_bridge_environment import PYTHON, ROOT
+from megatron_bridge_environment import PYTHON, ROOT, make_environment
 
 from tests.support.published_models import on_page, table
 
@@ -39,12 +39,13 @@ PUBLISHED = {
 
 
 @pytest.fixture(scope="module")
-def rows(megatron_bridge: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = make_environment()
     if "version = 3.11" in (PYTHON.parent.parent / "pyvenv.cfg").read_text():
         pytest.skip("Megatron-Bridge 0.3 (Python 3.11) has fewer families")
     root = tmp_path_factory.mktemp("published") / "models"
     command = [str(PYTHON), "-W", "ignore", "-c", LIST, str(root)]
-    done = subprocess.run(command, cwd=ROOT, env=megatron_bridge, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     if not found:
