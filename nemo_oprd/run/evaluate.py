@@ -68,7 +68,7 @@ def evaluate(sampling: SamplingSpec) -> None:
             return made
 
         seed_everything(config.seed)
-        for note in evaluator.notes:
+        for note in (*sampling.student.notes, *evaluator.notes):
             logger.info(note)
         if dist.get_rank() == 0:
             generations.begin(afresh=False)

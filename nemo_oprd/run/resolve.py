@@ -6,7 +6,6 @@ ranks a second time. It imports no torch and reads no weights: it reports a mist
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,9 @@ from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.run import checks
 from nemo_oprd.run.engine_kinds import ENGINES
 from nemo_oprd.run.provider import check_provider, find_family
-from nemo_oprd.runtime.messages import is_first_rank
 
 if TYPE_CHECKING:
     from nemo_oprd.data.token_ids import TokenIds
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,19 @@ class ResolvedModel:
     directory: Path
     spec: ModelSpec
     served: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns lines about what its config.json asks for and is done otherwise."""
+        hf_config = read_hf_config(self.directory)
+        code = unused_code(hf_config, str(self.directory / "config.json"))
+        found = [] if code is None else [code]
+        quantization = None if self.served else known_quantization(hf_config)
+        if quantization is not None:
+            found.append(
+                f"{self.key}: the weights in {self.directory}, {quantization.label}, are dequantised to bfloat16"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,12 @@ class RunModels:
     layer_weights: dict[int, float]
     routing: Routing
     vocab_limit: int
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns the notes of all models, once each."""
+        models = self.student, *(teacher.model for teacher in self.teachers)
+        return list(dict.fromkeys(note for model in models for note in model.notes))
 
     @property
     def teacher_specs(self) -> list[ModelSpec]:
@@ -220,19 +235,7 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
         family = beside.spec.family
     spec = read_model_spec(directory, family)
     check_provider(source.provider, spec, directory)
-    _log_notes(key, directory)
     return ResolvedModel(key, source, directory, spec)
-
-
-def _log_notes(key: str, directory: Path) -> None:
-    """Logs, on the first rank, what is done with a model that its config.json asks for otherwise."""
-    if not is_first_rank():
-        return
-    hf_config = read_hf_config(directory)
-    if (note := unused_code(hf_config, str(directory / "config.json"))) is not None:
-        logger.info(note)
-    if (quantization := known_quantization(hf_config)) is not None:
-        logger.info(f"{key}: the weights in {directory} are {quantization.label}; they are dequantised to bfloat16")
 
 
 def resolve_served(config: Config, number: int) -> ResolvedModel:

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     lengths = Lengths(options.prompt_tokens, options.response_tokens, options.problems)
     found = estimate(run_spec, cluster, lengths)
     near = alternatives(run_spec, cluster, lengths) if found.problems else []
-    for line in lines(found, near, options.config_name):
+    for line in (*lines(found, near, options.config_name), *run_spec.models.notes):
         print(line)
     if file is not None:
         write_atomically(file, json.dumps(as_json(found, near), indent=1) + "\n")

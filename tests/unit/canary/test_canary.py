@@ -72,7 +72,9 @@ def test_the_process_gives_the_same_states(tmp_path: Path) -> None:
 
 
 def test_models_that_transformers_cannot_run_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"transformers cannot compute the canary \(ValueError: Unrecognized"):
+    with pytest.raises(
+        ValueError, match=r"transformers cannot compute the canary \(ValueError: .*config.json: no such file"
+    ):
         reference_states(tmp_path, PROMPTS)
     save_model("qwen2", tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
