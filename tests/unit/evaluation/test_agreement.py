@@ -136,5 +136,5 @@ def test_text_is_described_by_its_ids() -> None:
 
 
 def test_a_model_is_read_without_a_network(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match="no such directory"):
         load_model(tmp_path / "nowhere", torch.float32)
