@@ -1,6 +1,6 @@
 #!/bin/bash
 # Tests, in the environment of the quickstart (CONTRIBUTING.md says what each level holds):
-#   bash scripts/test.sh                 ruff, mypy, and tests that touch everything once, in five minutes
+#   bash scripts/test.sh                 ruff, mypy, and the default tests, in five minutes on two idle cores
 #   bash scripts/test.sh --full          ruff, mypy, and the tests that are neither slow nor integration tests
 #   bash scripts/test.sh --all           ruff, mypy, and all tests; what is not installed here is skipped with its reason
 #   bash scripts/test.sh --integration   only the tests that need an environment or a service of their own, without slow ones

@@ -358,6 +358,7 @@ class ReplicatedKVAttention(SelfAttention):
         return (query, key, value, *gate)
 
 
+# Megatron's class is named again, so that the test of calls into Megatron compares what `super()` calls
 class RotatedSelfAttention(ReplicatedKVAttention, SelfAttention):
     """Megatron's self-attention, whose queries and keys are rotated by `packed_seq_params.rotation`."""
 
