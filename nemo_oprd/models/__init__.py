@@ -111,7 +111,7 @@ def read_hf_config(path: str | Path) -> dict:
 
 
 def has_other_name(path: str | Path) -> bool:
-    """Whether transformers knows the model in a directory under another name than its config.json has."""
+    """Returns whether transformers knows the model in a directory under another name than its config.json has."""
     return is_renamed(read_json(Path(path) / "config.json", "an object with model_type", "copy it again"))
 
 

@@ -72,7 +72,7 @@ def _under_known_name(hf_config: dict) -> dict:
 
 
 def is_renamed(hf_config: dict) -> bool:
-    """Whether `language_model_config` gives the contents of a config.json another name than they have."""
+    """Returns whether `language_model_config` renames the model of a config.json."""
     text = hf_config.get("text_config")
     types = {str(each.get("model_type")) for each in (hf_config, text) if isinstance(each, dict)}
     return bool(types & _ALIASES.keys())

@@ -54,7 +54,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a training run reads; see the module."""
+    """The inputs of a training run; see the module."""
 
     plan: RunPlan
     data: TrainingData
