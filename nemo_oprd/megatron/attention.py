@@ -17,10 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -356,6 +359,35 @@ class ReplicatedKVAttention(SelfAttention):
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         key = key if self.k_layernorm is None else self.k_layernorm(key)
         return (query, key, value, *gate)
+
+
+class NormOfAllHeads(torch.nn.Module):
+    """RMSNorm of the queries, or keys, of all heads together: x / sqrt(mean(x^2) + eps) * w over A * C channels.
+
+    Every tensor rank has some of the heads and the whole weight, of which it uses its part. Megatron adds up the
+    gradients of weights of this name over tensor ranks, which is right for whole weights and not for parts. Ranks that
+    share a key/value head each add its squares to the sum, which is then divided by their number.
+    """
+
+    def __init__(self, heads: int, norm: torch.nn.Module, eps: float, channels: int, group: dist.ProcessGroup) -> None:
+        """A norm of `heads` heads of C `channels` over the ranks of `group`, with the precision of another `norm`."""
+        super().__init__()
+        given = next(norm.parameters())
+        self.width, self.eps, self.group = heads * channels, eps, group
+        self.copies = max(1, group.size() // heads)
+        self.weight = torch.nn.Parameter(torch.ones(self.width, dtype=given.dtype, device=given.device))
+        self.start = group.rank() // self.copies * max(1, heads // group.size()) * channels
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[s, B, heads here, C] -> the same shape and dtype; the norm is computed in float32."""
+        flat = states.float().flatten(2)
+        squares = flat.square().sum(-1, keepdim=True)
+        # the sum depends on all ranks' heads, and all ranks' outputs depend on the sum
+        squares = copy_to_tensor_model_parallel_region(squares, self.group)
+        squares = reduce_from_tensor_model_parallel_region(squares, self.group)
+        normed = flat * torch.rsqrt(squares / (self.width * self.copies) + self.eps)
+        weight = self.weight.narrow(0, self.start, flat.shape[-1])
+        return (weight * normed.to(states.dtype)).view(states.shape)
 
 
 # Megatron's class is named again, so that the test of calls into Megatron compares what `super()` calls

@@ -178,11 +178,6 @@ class ModelSpec:
 
     def check_attention_parallel(self, tensor: int, context: int, key: str) -> None:
         """Raises ValueError, naming the configuration `key`, if attention cannot be split over so many ranks."""
-        if tensor > 1 and self.whole_qk_norm:
-            raise ValueError(
-                f"{key}.tensor={tensor}, but the {self.model_type} model norms the queries of all heads together, "
-                f"which Megatron-Bridge does not split; expected 1: use {key}.pipeline or {key}.expert"
-            )
         if context > 1 and (self.sinks or any(self.windowed)) and self.attention_cap is None:
             raise ValueError(
                 f"{key}.context={context}, but the {self.model_type} model has sliding windows or a learned term in "

@@ -16,18 +16,22 @@ _ARCHITECTURES = {
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "kimi_k25": "DeepseekV3ForCausalLM",
     "qwen3_vl": "Qwen3ForCausalLM",
+    "qwen3_vl_moe": "Qwen3MoeForCausalLM",
 }
 # model_type -> (that under which transformers has a causal language model of the same architecture; its class). Kimi K2
 # is DeepSeek-V3's architecture, MiMo is Qwen2's with a layer that predicts a further token, which is left out, and the
-# language model of Qwen3-VL is Qwen3's: the axes of its positions are alike in text.
+# language models of Qwen3-VL are Qwen3's: the axes of their positions are alike in text.
 _ALIASES = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "mimo": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 _AXES = {"mrope_section", "mrope_interleaved"}
 # keys that the whole has for its language model
-_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+_SHARED = ("dtype", "torch_dtype", "quantization_config")
+# which counts where the language model's own differs, as for transformers: it makes the whole
+_OF_WHOLE = "tie_word_embeddings"
 # where the language model's own differ, they count
 _DIFFERING = ("bos_token_id", "eos_token_id", "pad_token_id", "auto_map")
 _PREFIX, _INNER, _OUTER = "model.", "model.language_model.", "language_model."
@@ -56,7 +60,8 @@ def language_model_config(hf_config: dict, source: str) -> dict:
                 "as in the model's source"
             )
     shared = {key: hf_config[key] for key in (*_SHARED, *_DIFFERING) if key in hf_config}
-    return _under_known_name({**shared, **text, "architectures": [architecture]})
+    made = {_OF_WHOLE: hf_config[_OF_WHOLE]} if _OF_WHOLE in hf_config else {}
+    return _under_known_name({**shared, **text, **made, "architectures": [architecture]})
 
 
 def _under_known_name(hf_config: dict) -> dict:

@@ -62,7 +62,8 @@ KINDS: dict[str, Kind] = {
         frozenset(("sliding-window attention", "capped attention logits", "capped output logits")),
         refused="attention to later tokens",
     ),
-    "olmoe": Kind("PP2, EP2, VPP, full recompute", frozenset((_EXPERTS,)), refused=f"tensor parallelism; {_ROUTERS}"),
+    "olmoe": Kind(_SPARSE, frozenset((_EXPERTS,)), refused=_ROUTERS),
+    "minimax_m2": Kind(_SPARSE, frozenset((_EXPERTS,)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
     "gpt_oss": Kind(
         "TP2+SP, PP2, EP2, VPP, full recompute",
         frozenset(_GPT_OSS),

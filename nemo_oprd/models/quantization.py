@@ -6,13 +6,15 @@ Models in these formats are trained, distilled and exported in bfloat16, of the 
 - mxfp4, of gpt-oss: matrices of experts as 4-bit numbers, with a power of two for 32 neighbours;
 - fp8 with `weight_block_size`, of DeepSeek, Qwen and MiniMax: 8-bit matrices, with a factor for each block;
 - modelopt, and compressed-tensors' `float-quantized`: 8-bit matrices with one factor, or one per row, and modelopt's
-  NVFP4: 4-bit numbers with an 8-bit factor for 16 neighbours and one for the matrix. Which of them a matrix is in, and
-  which matrices are not quantised, the tensors beside it say.
+  NVFP4: 4-bit numbers with an 8-bit factor for 16 neighbours and one for the matrix;
+- compressed-tensors' `pack-quantized`, of Kimi K2.5: 4-bit integers with a factor for neighbours in a row.
+
+Which of the last two a matrix is in, and which matrices are not quantised, the tensors beside it say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,7 @@ KEY = "quantization_config"
 # beside config.json, where some releases of ModelOpt say alone that they are quantised
 MODELOPT_FILE = "hf_quant_config.json"
 MXFP4, FP8, SCALED = "mxfp4", "fp8", "scaled"
-NVFP4 = "nvfp4"  # of a matrix in a `SCALED` model, beside fp8
-NUMBERS_OF_A_BYTE = 2  # of mxfp4 and nvfp4
+NVFP4, INT4 = "nvfp4", "int4"  # of a matrix in a `SCALED` model, beside fp8
 _BLOCK = "weight_block_size"
 # what else of fp8 is read; transformers takes these for keys that are absent, too
 _FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
@@ -34,7 +35,9 @@ _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")  # of ModelOpt; MIXED_PRECISION ha
 _DTYPE = "bfloat16"  # of dequantised weights
 # tensors beside a `SCALED` matrix: its factors, and what only an engine that computes in these formats needs
 _SCALES = ("_scale", "_scale_2")
-_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+_UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", "_shape")
+# the end of the name of a matrix of 4-bit integers, eight in a number of 32 bits
+_PACKED = "_packed"
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,24 @@ class Quantization:
         for name in sorted(names):
             if name.endswith(factor) and (of_group := name.removesuffix(factor) + scale) not in names:
                 raise self._missing(name, of_group, source)
+            if name.endswith(_PACKED) and (of_group := name.removesuffix(_PACKED) + scale) not in names:
+                raise self._missing(name, of_group, source)
             if name.endswith(scale) and not name.endswith(_UNUSED):
                 whole = name.removesuffix(scale)
+                if whole + _PACKED in names:
+                    found[whole] = whole + _PACKED, name
+                    continue
                 if whole not in names:
                     raise self._missing(name, whole, source)
                 found[whole] = whole, name, *([whole + factor] if whole + factor in names else [])
         return found
+
+    def numbers_of_a_unit(self, parts: Sequence[str]) -> int:
+        """Returns how many numbers an element of the stored tensor holds, whose parts `names` gives."""
+        numbers, *scales = parts
+        if numbers.endswith(_PACKED):
+            return 8
+        return 2 if len(scales) > 1 or self.method == MXFP4 else 1
 
     def unused(self, stored: Iterable[str]) -> set[str]:
         """The stored tensors that dequantised weights do not need, such as the scales of activations."""
@@ -141,7 +156,8 @@ def read_quantization(hf_config: dict, source: str) -> Quantization | None:
     raise ValueError(
         f"{source}: {KEY} asks for {method!r} weights{given}, expected unquantized ones, mxfp4, fp8 with "
         f"{_BLOCK}=[ROWS, COLUMNS] and {', '.join(f'{key}={value}' for key, value in _FP8.items())}, modelopt's "
-        "quant_algo FP8, NVFP4 or a mixture of these, or compressed-tensors' float-quantized; take the model's "
+        "quant_algo FP8, NVFP4 or a mixture of these, or compressed-tensors' float-quantized or 4-bit pack-quantized; "
+        "take the model's "
         "original (bfloat16 or float32) release"
     )
 
@@ -183,18 +199,26 @@ def _modelopt(settings: dict) -> Quantization | None:
     return Quantization(SCALED, label=f"modelopt's {' and '.join(sorted(map(str, algorithms)))}")
 
 
+# format of compressed-tensors -> (what a group says of its weights, of which strategies, the name of the format here)
+_COMPRESSED_FORMATS = {
+    "float-quantized": ({"num_bits": 8, "type": "float"}, ("tensor", "channel"), "FP8"),
+    "pack-quantized": ({"num_bits": 4, "type": "int", "symmetric": True}, ("channel", "group"), "INT4"),
+}
+
+
 def _compressed(settings: dict) -> Quantization | None:
-    """The format of compressed-tensors, if all groups have 8-bit floats with one factor for a matrix or each row."""
-    groups = settings.get("config_groups")
-    if settings.get("format") != "float-quantized" or not isinstance(groups, Mapping) or not groups:
+    """The format of compressed-tensors, if all groups of layers have one that is read, with columns in their order."""
+    known, groups = _COMPRESSED_FORMATS.get(str(settings.get("format"))), settings.get("config_groups")
+    if known is None or not isinstance(groups, Mapping) or not groups:
         return None
+    expected, strategies, label = known
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("type")) != (8, "float"):
+        if not isinstance(weights, Mapping) or any(weights.get(key) != value for key, value in expected.items()):
             return None
-        if weights.get("strategy") not in ("tensor", "channel"):
+        if weights.get("strategy") not in strategies or weights.get("actorder") == "group":
             return None
-    return Quantization(SCALED, label="compressed-tensors' FP8")
+    return Quantization(SCALED, label=f"compressed-tensors' {label}")
 
 
 def _is_size(value: Any) -> bool:

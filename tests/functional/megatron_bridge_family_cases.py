@@ -38,7 +38,8 @@ _SIGMOID = {
 _GROUPS = {"n_group": 4, "topk_group": 2}
 # Experts, and kinds of attention: norms over all heads; windows of four tokens, a term in the softmax, biases, YaRN;
 # half of the channels rotated (which Megatron-Bridge 0.6.2 does not read), groups of experts and a bias for choosing;
-# latent attention with YaRN, with another epsilon in its norms, and with queries that have no narrow state.
+# latent attention with YaRN, with another epsilon in its norms, and with queries that have no narrow state; norms over
+# all heads of more queries than keys, sigmoids whose experts have no shared one beside them.
 EXPERT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": (
         "OlmoeConfig",
@@ -61,6 +62,13 @@ EXPERT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_SIGMOID, **_LATENT, "rms_norm_eps": 1e-5}),
     "moonlight": ("DeepseekV3Config", {**_SIGMOID, **_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "head_dim": 16, "rotary_dim": 8, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
 }  # fmt: skip
 _DELTA = {
     "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
@@ -293,7 +301,7 @@ def convert_special(models: str, directory: str) -> None:
     for family in SPECIAL_FAMILIES:
         source, root = Path(models) / family / "student", Path(directory) / family
         kind = find_family("bridge", hf_path=str(source))
-        hf_to_megatron(source, root / "ours", tensor=1 if family == "olmoe" else 2, family=kind, progress=False)
+        hf_to_megatron(source, root / "ours", tensor=2, family=kind, progress=False)
         megatron_to_hf(root / "ours", root / "back", family=kind, progress=False)
 
 

@@ -61,12 +61,19 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "DP2": ("train.tokens_per_microbatch=16", "loss.representation.layers=[1,3]"),
     "VPP": ("student.parallel.pipeline=2", "student.parallel.virtual_pipeline=2", "train.tokens_per_microbatch=32"),
 }  # fmt: skip
+# on four ranks: twice as many as key/value heads, which attention of every kind then gathers
+WIDE = "TP4 SP"
+WIDE_FAMILIES = ("gpt_oss", "glm4_moe", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "gemma2", "gemma3_text")
+OF_WIDE = (
+    "student.parallel.tensor=4", "student.parallel.sequence=true", "teacher.parallel.tensor=4",
+    "teacher.parallel.sequence=true",
+)  # fmt: skip
 DENSE = ("qwen3_5_text", "gemma2", "gemma3_text")
 # what a family refuses: see test_refusals
 # the last one here only: Megatron makes YaRN's positions of a context rank in pinned memory, which needs CUDA
 IMPOSSIBLE = {
-    ("olmoe", "TP2 SP"), ("olmoe", "TP2"), ("olmoe", "CP2"), ("gpt_oss", "CP2"), ("deepseek_v3", "CP2"),
-    ("gemma3_text", "CP2"), *((family, layout) for family in DENSE for layout in ("EP2", "EP2 gathered")),
+    ("gpt_oss", "CP2"), ("deepseek_v3", "CP2"), ("gemma3_text", "CP2"),
+    *((family, layout) for family in DENSE for layout in ("EP2", "EP2 gathered")),
 }  # fmt: skip
 # experts need sequence parallelism with tensor parallelism
 IMPOSSIBLE |= {(family, "TP2") for family in SPECIAL_FAMILIES if family not in DENSE}
@@ -75,7 +82,8 @@ IMPOSSIBLE |= {(family, "DP2") for family in SPECIAL_FAMILIES if family not in D
 RUNS = [(family, layout) for family in SPECIAL_FAMILIES for layout in LAYOUTS if (family, layout) not in IMPOSSIBLE]
 # every family and every layout
 QUICK = {
-    ("olmoe", "PP2"), ("gpt_oss", "TP2 SP"), ("gpt_oss", "EP2 gathered"), ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
+    ("olmoe", "PP2"), ("olmoe", "TP2 SP"), ("minimax_m2", "TP2 SP"), ("gpt_oss", "TP2 SP"), ("gpt_oss", "EP2 gathered"),
+    ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
     ("deepseek_v3", "TP2 SP"), ("deepseek_v3", "PP2"), ("glm4_moe_lite", "CP2"), ("moonlight", "TP2 SP"),
     ("qwen3_5_text", "CP2"), ("qwen3_5_text", "VPP"), ("qwen3_5_moe_text", "TP2 SP"), ("qwen3_next", "EP2"),
     ("gemma2", "CP2"), ("gemma3_text", "PP2"),
@@ -106,7 +114,10 @@ def settings(models: Path, family: str, output: Path) -> list[str]:
 def settings_of(models: Path, case: tuple[str, str], output: Path) -> list[str]:
     """Of a family and a layout. Two chunks on each of two stages are of the model with more layers, a teacher's."""
     family, layout = case
-    splits = [each for each in LAYOUTS[layout] if family not in DENSE or not each.startswith("teacher.parallel.expert")]
+    settings_of_layout = OF_WIDE if layout == WIDE else LAYOUTS[layout]
+    splits = [
+        each for each in settings_of_layout if family not in DENSE or not each.startswith("teacher.parallel.expert")
+    ]
     found = [*settings(models, family, output), *splits]
     if layout == "VPP":
         more = 3 if family in DEEP_FAMILIES else 2
@@ -133,11 +144,13 @@ def training(models: Path, family: str, root: Path) -> list[list[str]]:
     return [one("whole", first, 4), one("parts", first, 2), one("parts", PIPELINE, 4)]
 
 
-def start(environment: dict[str, str], models: Path, root: Path, runs: list[Any], families: list[str]) -> Path:
-    """Verifies and trains in one start of two ranks, because importing takes the longest."""
+def start(
+    environment: dict[str, str], models: Path, root: Path, runs: list[Any], families: list[str], ranks: int = 2
+) -> Path:
+    """Verifies and trains in one start of the ranks, because importing takes the longest."""
     verified = {place(*case): settings_of(models, case, root / place(*case)) for case in runs}
     trained = [each for family in families for each in training(models, family, root)]
-    run(environment, 2, CASES, "verify_and_train", runs=verified, trained=trained)
+    run(environment, ranks, CASES, "verify_and_train", runs=verified, trained=trained)
     return root
 
 
@@ -155,6 +168,18 @@ def other_runs(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: 
 def test_gradients(request: pytest.FixtureRequest, models: Path, tmp_path: Path, case: tuple[str, str]) -> None:
     found = request.getfixturevalue("quick" if case in QUICK else "other_runs") / place(*case)
     check(found, settings_of(models, case, tmp_path), ", ".join(case))
+
+
+@pytest.fixture(scope="module")
+def wide_runs(megatron_bridge: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cases = [(family, WIDE) for family in WIDE_FAMILIES]
+    return start(megatron_bridge, models, tmp_path_factory.mktemp("wide"), cases, [], ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WIDE_FAMILIES)
+def test_gradients_with_more_ranks_than_heads(models: Path, tmp_path: Path, wide_runs: Path, family: str) -> None:
+    check(wide_runs / place(family, WIDE), settings_of(models, (family, WIDE), tmp_path), f"{family}, {WIDE}")
 
 
 def check(found: Path, overrides: list[str], name: str) -> None:
@@ -379,7 +404,6 @@ def test_samples_without_a_cache(models: Path, alone: Path, family: str) -> None
 
 # case -> (family, settings, what is said)
 REFUSED: dict[str, tuple[str, list[str], str]] = {
-    "norm over all heads": ("olmoe", [*TENSOR], "student.parallel.tensor=2, but the olmoe model norms the queries"),
     "windows of Gemma": ("gemma3_text", ["student.parallel.context=2"], "student.parallel.context=2, but the gemma3"),
     "windows": ("gpt_oss", ["student.parallel.context=2"], "student.parallel.context=2, but the gpt_oss model has"),
     "biases": (

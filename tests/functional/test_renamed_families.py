@@ -1,8 +1,8 @@
 """Models whose architecture transformers knows under another name: MiMo is Qwen2's, Kimi K2 is DeepSeek-V3's.
 
 A MiMo with a layer that predicts a further token, and with code beside it, against the same weights as a Qwen2; a
-Qwen3-VL of transformers, whose language model is Qwen3's, against transformers' own text of it. Losses, gradients, the
-plain computation, the export. Kimi K2's config, without weights.
+Qwen3-VL of transformers, dense and with experts, whose language model is Qwen3's, against transformers' own text of it.
+Losses, gradients, the plain computation, the export. Kimi K2's config, without weights.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from layout_cases import VOCABULARY, make_rollouts, read_result, save_model
 from pool import Pools
 from safetensors.torch import load_file, save_file
@@ -49,11 +51,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """{student,teacher}: two Qwen3-VL as transformers makes and saves them, with a vision tower."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+# kind -> (prefix of transformers' classes, more of the language model's config, the model that is exported)
+TOWERS = {"dense": ("Qwen3VL", {}, "Qwen3ForCausalLM"), "experts": ("Qwen3VLMoe", EXPERTS, "Qwen3MoeForCausalLM")}
 
+
+@pytest.fixture(scope="module", params=TOWERS)
+def towers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """(kind, {student,teacher}): two Qwen3-VL as transformers makes and saves them, with a vision tower.
+
+    Experts are stored with their inputs before their outputs, as published.
+    """
+    kind = request.param
+    prefix, more, _ = TOWERS[kind]
     root = tmp_path_factory.mktemp("towers")
     text = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -61,32 +71,35 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 5e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True
         },
-    }  # fmt: skip
+    } | more  # fmt: skip
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
     for seed, role in enumerate(("student", "teacher")):
         torch.manual_seed(seed)
-        config = Qwen3VLConfig(text_config=text, vision_config=vision)
-        model = Qwen3VLForConditionalGeneration(config).float()
+        config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision)
+        model = whole_class(kind)(config).float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
         model.save_pretrained(root / role)
     write_rollouts(root / "rollouts.jsonl", make_rollouts())
-    return root
+    return kind, root
 
 
-def test_the_language_model_of_qwen3_vl(pools: Pools, towers: Path, tmp_path: Path) -> None:
+def whole_class(kind: str) -> Any:
+    return getattr(transformers, f"{TOWERS[kind][0]}ForConditionalGeneration")
+
+
+def test_the_language_model_of_qwen3_vl(pools: Pools, towers: tuple[str, Path], tmp_path: Path) -> None:
     """Gradients against the states of transformers' whole model, in float64; the export is a Qwen3 by itself."""
-    from transformers import Qwen3VLForConditionalGeneration
-
-    roles = [f"{role}.hf_path={towers / role}" for role in ("student", "teacher")]
-    shared = [*roles, f"rollout.replay={towers / 'rollouts.jsonl'}", "loss.representation.positions=all"]
+    kind, root = towers
+    roles = [f"{role}.hf_path={root / role}" for role in ("student", "teacher")]
+    shared = [*roles, f"rollout.replay={root / 'rollouts.jsonl'}", "loss.representation.positions=all"]
     layout = ["student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.pipeline=2"]
     pools[2].run("layout_cases:run_verify", overrides=[*shared, *layout, f"output={tmp_path / 'verified'}"])
     found = read_result(tmp_path / "verified")[1]
     student, teacher = (
-        Qwen3VLForConditionalGeneration.from_pretrained(towers / role, dtype=torch.float64)
+        whole_class(kind).from_pretrained(root / role, dtype=torch.float64, experts_implementation="eager")
         for role in ("student", "teacher")
     )
     total = torch.zeros((), dtype=torch.float64)
@@ -105,16 +118,27 @@ def test_the_language_model_of_qwen3_vl(pools: Pools, towers: Path, tmp_path: Pa
         for name, parameter in student.named_parameters()
         if parameter.grad is not None
     }
+    expected |= {name: of_expert(name, expected) for name in found if ".experts." in name}
     assert set(found) <= set(expected)
     deviations = agreement(found, {name: expected[name] for name in found})
     assert max(deviations.values()) < 1e-5, deviations
     pools[1].run("cases:run_train", overrides=[*shared, "train.steps=1", f"output={tmp_path / 'run'}"])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
-    assert type(exported).__name__ == "Qwen3ForCausalLM"
+    assert type(exported).__name__ == TOWERS[kind][2]
     assert not any("visual" in name for name in load_file(tmp_path / "run" / "hf" / "model.safetensors"))
-    plain = load_model(towers / "student", torch.float64)
+    plain: Any = load_model(root / "student", torch.float64)
+    plain.set_experts_implementation("eager")  # the other one has no float64
     ids = torch.arange(20)[None]
     torch.testing.assert_close(plain(ids).logits, student(ids).logits, rtol=0, atol=1e-12)
+
+
+def of_expert(name: str, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One matrix of an expert, from transformers' tensors of all: [E, 2F, D], the gates first, and [E, D, F]."""
+    layer, _, rest = name.partition(".experts.")
+    expert, matrix, _ = rest.split(".")
+    if matrix == "down_proj":
+        return whole[f"{layer}.experts.down_proj"][int(expert)]
+    return whole[f"{layer}.experts.gate_up_proj"][int(expert)].chunk(2)[("gate_proj", "up_proj").index(matrix)]
 
 
 def states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:

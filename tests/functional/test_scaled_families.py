@@ -1,4 +1,4 @@
-"""Models in ModelOpt's files, of a family of this project: the same as the bfloat16 model that they stand for.
+"""Models in files of ModelOpt and compressed-tensors: the same as the bfloat16 model that they stand for.
 
 Losses and all gradients at a split layout, and conversion both ways, bit for bit; the bfloat16 numbers come from the
 formats' definitions (tests/support/scaled_formats.py), so that nothing of the reader is in what it is compared with.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,22 @@ from pool import Pools
 from safetensors.torch import load_file, save_file
 
 from checkpoint_tools._convert import hf_to_megatron, megatron_to_hf
-from tests.support.scaled_formats import in_fp8, in_nvfp4
+from tests.support.scaled_formats import in_fp8, in_int4, in_nvfp4
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 # layers' matrices by name -> their format
 FORMATS = {
     "FP8": lambda name: in_fp8,
     "NVFP4": lambda name: in_nvfp4,
+    "INT4": lambda name: in_int4,
     "MIXED_PRECISION": lambda name: in_fp8 if "self_attn" in name else in_nvfp4,
 }
+
+PACKED = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8, "actorder": None,
+    }}},
+}  # fmt: skip
 
 
 def make(root: Path, algorithm: str) -> None:
@@ -38,14 +46,18 @@ def make(root: Path, algorithm: str) -> None:
                 del quantised[name]
                 quantised |= {_name(name, part): value for part, value in parts.items()}
         config = json.loads((GOLDEN / role / "config.json").read_text()) | {"dtype": "bfloat16"}
-        settings = {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}
+        settings: dict[str, Any] = {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}
         if algorithm == "MIXED_PRECISION":
-            settings["quantized_layers"] = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}  # type: ignore
+            settings["quantized_layers"] = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}
+        if algorithm == "INT4":
+            config["quantization_config"] = PACKED
         for kind, tensors in (("", quantised), ("plain-", plain)):
             (root / (kind + role)).mkdir()
             (root / (kind + role) / "config.json").write_text(json.dumps(config))
             save_file(tensors, root / (kind + role) / "model.safetensors", metadata={"format": "pt"})
-        (root / role / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+        (root / f"plain-{role}" / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+        if algorithm != "INT4":
+            (root / role / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
 
 
 def _name(name: str, part: str) -> str:

@@ -44,3 +44,19 @@ def in_nvfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tenso
         numbers = [e2m1(half) for byte in row for half in (byte & 15, byte >> 4)]
         products.append([number * e4m3(groups[i // 16]) * float(factor) for i, number in enumerate(numbers)])
     return {"": packed, "_scale": scales, "_scale_2": factor}, rounded(products)
+
+
+def in_int4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As `in_fp8`, in compressed-tensors' `pack-quantized` with groups of 8; its columns are a multiple of 8."""
+    scales = weight.unflatten(1, (-1, 8)).abs().amax(-1).div(7).to(torch.bfloat16)
+    words, products = [], []
+    for row, factors in zip(weight.unflatten(1, (-1, 8)).tolist(), scales.tolist(), strict=True):
+        groups = [
+            [max(-8, min(7, round(value / factor))) for value in group]
+            for group, factor in zip(row, factors, strict=True)
+        ]
+        unsigned = [sum((number + 8) << 4 * i for i, number in enumerate(group)) for group in groups]
+        words.append([word - 2**32 if word >= 2**31 else word for word in unsigned])
+        products.append([n * factor for group, factor in zip(groups, factors, strict=True) for n in group])
+    packed = torch.tensor(words, dtype=torch.int32)
+    return {"_packed": packed, "_scale": scales, "_shape": torch.tensor(weight.shape)}, rounded(products)

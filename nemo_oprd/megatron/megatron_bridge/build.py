@@ -29,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from nemo_oprd.batch.layout import Layout
 from nemo_oprd.losses.import_path import import_function
 from nemo_oprd.megatron.adopt import adopt
-from nemo_oprd.megatron.attention import CappedAttention, ReplicatedKVAttention
+from nemo_oprd.megatron.attention import CappedAttention, NormOfAllHeads, ReplicatedKVAttention
 from nemo_oprd.megatron.delta_net import use_torch_kernels
 from nemo_oprd.megatron.experts import (
     expert_settings,
@@ -349,6 +349,8 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
         prepare(model, spec.latent, role)
     if spec.delta is not None:
         _prepare_delta_nets(model, role)
+    if spec.whole_qk_norm:
+        _norm_all_heads(model, spec, role)
     if spec.num_kv_heads < role.layout.tensor:
         _replicate_kv_heads(model)
     if spec.post_norms:
@@ -358,6 +360,20 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
         if role.layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         release_weights_after_forward(model)
+
+
+def _norm_all_heads(model: Any, spec: ModelSpec, role: Role) -> None:
+    """Exchanges the norms of queries and keys for those that sum over the tensor ranks of their own role.
+
+    Megatron-Bridge 0.6.2 sums in the process's global group without a gradient (MiniMax M2), or norms what a rank has
+    (OLMoE, by an attention class of its own that nothing else needs).
+    """
+    for layer in model.decoder.layers:
+        attention: Any = layer.self_attention
+        for name, heads in (("q_layernorm", spec.num_heads), ("k_layernorm", spec.num_kv_heads)):
+            norm = NormOfAllHeads(heads, getattr(attention, name), spec.norm_eps, spec.head_dim, role.member_groups.tp)
+            setattr(attention, name, norm)
+        attention.__class__ = SelfAttention
 
 
 def _replicate_kv_heads(model: Any) -> None:

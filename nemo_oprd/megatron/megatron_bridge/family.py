@@ -162,14 +162,15 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
         frequency = provider.moe_layer_freq
         sparse = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(layers)]
         score, normalized = provider.moe_router_score_function, bool(found.complete.get("norm_topk_prob", False))
-        if "delta" in parts:  # transformers' is the softmax of all; Qwen3.5 has no setting and always divides
+        if "delta" in parts or score == "sigmoid":
+            # transformers' is the softmax or sigmoid of all; Qwen3.5 and MiniMax M2 have no setting and always divide
             normalized = found.complete.get("norm_topk_prob", True)
         elif score == "softmax" and not provider.moe_router_pre_softmax:
             score = "softmax_of_chosen"
         parts["experts"] = Experts(
             provider.num_moe_experts,
             provider.moe_router_topk,
-            ffn_size=provider.moe_ffn_hidden_size,
+            ffn_size=provider.moe_ffn_hidden_size or provider.ffn_hidden_size,
             normalized=normalized,
             sparse=tuple(map(bool, sparse)),
             score=score,

@@ -318,7 +318,7 @@ def shape_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
         return shapes[name]
     held, expert, half = fused_name(name)
     if expert is None or held not in shapes:
-        return None
+        return shapes.get(held)
     _, rows, columns = shapes[held]
     return (rows if half is None else rows // 2, columns)
 
@@ -372,6 +372,8 @@ def _form(theirs: Any, megatron: str, provider: Any) -> Form:
         form = Replicated() if name == _OUT_NORM else None
     elif kind is ReplicatedMapping:
         form = _FORMS.get(name) if isinstance(_FORMS.get(name), Replicated) else None
+    elif kind.__name__ == "_FullDimQKNormMapping":
+        form = Replicated()  # `NormOfAllHeads`
     elif kind is GatedMLPMapping:
         form = GateUp()
     elif kind.__name__ == "GPTOSSMLPGateUpProjMapping":

@@ -2,7 +2,8 @@
 
 Nothing larger than a matrix is computed in float32 at a time: an expert's, or some rows of another one.
 
-Shapes: E experts, O rows of a stored matrix, I columns, G groups of 32 (mxfp4) or 16 (nvfp4) of them.
+Shapes: E experts, O rows of a stored matrix, I columns, G groups of 32 (mxfp4), 16 (nvfp4) or any number
+(int4) of them.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.models.quantization import FP8, MXFP4, NVFP4, SCALED, Quantization
+from nemo_oprd.models.quantization import FP8, INT4, MXFP4, NVFP4, SCALED, Quantization
 
 # OCP Microscaling Formats 1.0: e2m1, whose fourth bit is the sign, and e8m0, whose last value is no number
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NIBBLES = (*_E2M1, *(-value for value in _E2M1))
 _GROUP, _BIAS, _NO_NUMBER = 32, 127, 255
 _GROUP_OF_NVFP4 = 16
+_INTEGERS_OF_A_WORD = 8
 _FLOATS = ("F32", "BF16", "F16")
 # as safetensors calls them; the factors of a block are powers of two in some models of DeepSeek
-_OF_NUMBERS = {MXFP4: "U8", FP8: "F8_E4M3", SCALED: "F8_E4M3", NVFP4: "U8"}
-_OF_SCALES = {MXFP4: ("U8",), FP8: (*_FLOATS, "F8_E8M0"), SCALED: _FLOATS, NVFP4: ("F8_E4M3",)}
+_OF_NUMBERS = {MXFP4: "U8", FP8: "F8_E4M3", SCALED: "F8_E4M3", NVFP4: "U8", INT4: "I32"}
+_OF_SCALES = {MXFP4: ("U8",), FP8: (*_FLOATS, "F8_E8M0"), SCALED: _FLOATS, NVFP4: ("F8_E4M3",), INT4: _FLOATS}
 # types of tensors that stand for themselves
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
 
@@ -71,6 +73,18 @@ def dequantize_nvfp4(packed: torch.Tensor, scales_OG: torch.Tensor, factor: torc
     return exact.mul_(factor.float().reshape(())).to(torch.bfloat16)
 
 
+def dequantize_int4(packed: torch.Tensor, scales_OG: torch.Tensor) -> torch.Tensor:
+    """int32 [O, I / 8] and factors [O, G] -> bfloat16 [O, I], the I / G columns of a group one after the other.
+
+    The lowest four bits of a word are the first of its numbers, which are stored with 8 added. The products are
+    float32, rounded then.
+    """
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    numbers = (packed.unsqueeze(-1) >> shifts).bitwise_and_(15).sub_(8).flatten(1)
+    groups = numbers.unflatten(1, (scales_OG.shape[1], -1)).float()
+    return groups.mul_(scales_OG.float().unsqueeze(-1)).flatten(1).to(torch.bfloat16)
+
+
 class StoredTensors:
     """The tensors of a model's files, by the names that they have in an unquantised model: `names`."""
 
@@ -110,6 +124,8 @@ class QuantizedSlice:
         self._where, self._values, self._scales, self._block = where, values, scales[0], quantization.block
         self._factor = scales[1] if len(scales) > 1 else None
         self._method = NVFP4 if self._factor is not None else quantization.method
+        if values.get_dtype() == _OF_NUMBERS[INT4]:
+            self._method = INT4
         kinds, shape = (values.get_dtype(), scales[0].get_dtype()), list(values.get_shape())
         wanted, given = self._shapes_of_scales(shape), list(scales[0].get_shape())
         fits = given in wanted and kinds[0] == _OF_NUMBERS[self._method] and kinds[1] in _OF_SCALES[self._method]
@@ -131,6 +147,11 @@ class QuantizedSlice:
         if self._method == NVFP4:
             even = len(shape) == 2 and shape[1] * 2 % _GROUP_OF_NVFP4 == 0
             return [[shape[0], shape[1] * 2 // _GROUP_OF_NVFP4]] if even else []
+        if self._method == INT4:
+            given = self._scales.get_shape()
+            columns = shape[1] * _INTEGERS_OF_A_WORD if len(shape) == 2 else 0
+            groups = given[1] if len(given) == 2 and given[1] and columns % given[1] == 0 else 1
+            return [[shape[0], groups]] if columns else []
         if len(shape) not in (2, 3):
             return []
         sizes = zip(shape[-2:], self._block, strict=True)
@@ -139,8 +160,8 @@ class QuantizedSlice:
     def get_shape(self) -> list[int]:
         """The shape of the tensor: that of gpt-oss's experts is [E, I, O], the transpose of what the files hold."""
         shape = list(self._values.get_shape())
-        if self._method == NVFP4:
-            return [shape[0], shape[1] * 2]
+        if self._method in (NVFP4, INT4):
+            return [shape[0], shape[1] * (2 if self._method == NVFP4 else _INTEGERS_OF_A_WORD)]
         return [shape[0], shape[2] * _GROUP, shape[1]] if self._method == MXFP4 else shape
 
     def get_dtype(self) -> str:
@@ -169,6 +190,8 @@ class QuantizedSlice:
         values, scales = self._values[:], self._scales[...]
         if self._method == FP8:
             return dequantize_fp8(values, scales, self._block)
+        if self._method == INT4:
+            return dequantize_int4(values, scales)
         if self._factor is None:
             return dequantize_scaled(values, scales)
         return dequantize_nvfp4(values, scales, self._factor[...])

@@ -34,6 +34,10 @@ TensorReader: TypeAlias = Callable[[str], torch.Tensor]
 Described: TypeAlias = tuple[tuple[int, ...], torch.dtype] | None
 
 
+# experts that are stored together
+_DOWN, _GATE_UP = ".mlp.experts.down_proj", ".mlp.experts.gate_up_proj"
+
+
 class HFCheckpoint:
     """Lazily opened safetensors files of an HF model directory; `checkpoint[name]` reads one tensor.
 
@@ -65,6 +69,9 @@ class HFCheckpoint:
         described = (self.path / "config.json").is_file()
         quantization = known_quantization(read_hf_config(self.path)) if described else None
         self._tensors = StoredTensors(self._handle_of, quantization, str(self.path))
+        self._transposed: set[str] = set()
+        if described and has_other_name(self.path):
+            self._transposed = self._with_inputs_first()
 
     def keys(self) -> list[str]:
         """Names of all tensors."""
@@ -86,7 +93,7 @@ class HFCheckpoint:
         stored, expert, half = self._stored(name)
         fused = self._numbers(stored)
         if expert is None:
-            if isinstance(fused, QuantizedSlice):
+            if isinstance(fused, QuantizedSlice | _TransposedSlice):
                 return fused[...]
             return self._handle(stored).get_tensor(self._in_files.get(stored, stored))
         if half is None:
@@ -105,7 +112,19 @@ class HFCheckpoint:
 
     def _slice(self, name: str) -> Any:
         """A tensor as a slice, without reading it."""
-        return self._tensors.slice(name, self._stored_slice)
+        found = self._tensors.slice(name, self._stored_slice)
+        return _TransposedSlice(found) if name in self._transposed else found
+
+    def _with_inputs_first(self) -> set[str]:
+        """The experts of Qwen3-VL that are stored as [E, D, 2F] and [E, F, D], which only their shapes say."""
+        found = set()
+        for down in self._tensors.names:
+            if down.endswith(_DOWN):
+                gate_up = down.removesuffix(_DOWN) + _GATE_UP
+                _, features, width = self._slice(down).get_shape()
+                if list(self._slice(gate_up).get_shape())[1:] == [width, 2 * features]:
+                    found |= {down, gate_up}
+        return found
 
     def _numbers(self, name: str) -> Any:
         """As `_slice`. Raises ValueError if the numbers lack the scales of a quantised tensor."""
@@ -128,6 +147,29 @@ class HFCheckpoint:
                 "expected every weight of the model: is a shard missing?"
             )
         return self._handle_of[name]
+
+
+class _TransposedSlice:
+    """A slice of [E, columns, rows] in the place of one of [E, rows, columns]."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        """As that of safetensors."""
+        experts, columns, rows = self._stored.get_shape()
+        return [experts, rows, columns]
+
+    def get_dtype(self) -> str:
+        """As that of safetensors."""
+        return self._stored.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """All of it for `...`, one expert, or (expert, rows) of one."""
+        if isinstance(index, tuple):
+            expert, rows = index
+            return self._stored[expert, :, rows].T.contiguous()
+        return self._stored[index].transpose(-2, -1).contiguous()
 
 
 def transformers_model(path: str | Path, dtype: torch.dtype, **options: Any) -> Any:

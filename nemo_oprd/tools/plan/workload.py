@@ -14,7 +14,7 @@ from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
-from nemo_oprd.models.quantization import MXFP4, NUMBERS_OF_A_BYTE, known_quantization
+from nemo_oprd.models.quantization import known_quantization
 from nemo_oprd.models.weight_files import weight_files
 from nemo_oprd.run.checks import shares
 from nemo_oprd.run.positions import longest_response, prompt_tokens
@@ -79,9 +79,10 @@ def served_model(directory: Path, spec: ModelSpec) -> ServedModel:
     sizes = {name: count for name, (count, _) in tensors.items()}
     quantization = known_quantization(spec.hf_config)
     parts = {} if quantization is None else quantization.names(sizes, str(directory))
-    for name, (numbers, *scales) in parts.items():
-        packed = len(scales) > 1 or (quantization is not None and quantization.method == MXFP4)
-        count = sizes.pop(numbers) * (NUMBERS_OF_A_BYTE if packed else 1)
+    for name, both in parts.items():
+        assert quantization is not None
+        numbers, *scales = both
+        count = sizes.pop(numbers) * quantization.numbers_of_a_unit(both)
         for scale in scales:
             del sizes[scale]
         sizes[name] = count

@@ -14,10 +14,10 @@ from nemo_oprd.megatron.weights.dequantize import dequantize_nvfp4, dequantize_s
 from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.megatron.weights.hf_export import write_hf_model
 from nemo_oprd.models import copy_hf_config, read_hf_config
-from nemo_oprd.models.quantization import known_quantization
+from nemo_oprd.models.quantization import known_quantization, read_quantization
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.tools.plan.workload import served_model
-from tests.support.scaled_formats import e2m1, e4m3, rounded
+from tests.support.scaled_formats import e2m1, e4m3, in_int4, rounded
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 PLAIN = "model.norm.weight"
@@ -137,6 +137,13 @@ DAMAGED = {
         {"a.weight": draw_nvfp4()[0], "a.weight_scale": draw_nvfp4()[1], "a.weight_scale_2": torch.ones(2)},
         "has nvfp4 numbers",
     ),
+    "no scales of integers": (
+        {"a.weight_packed": torch.zeros(4, 2, dtype=torch.int32)}, "is there, but not 'a.weight_scale'; expected both",
+    ),
+    "groups of 4-bit integers that do not fit": (
+        {"a.weight_packed": torch.zeros(4, 2, dtype=torch.int32), "a.weight_scale": torch.ones(4, 3)},
+        "has int4 numbers I32 [4, 2] and scales F32 [4, 3]; expected numbers I32 and scales",
+    ),
     "no scale": ({"a.weight": draw_fp8(4, 4)}, "holds F8_E4M3 numbers without scales"),
 }  # fmt: skip
 
@@ -156,6 +163,36 @@ def test_a_damaged_file_of_settings_is_refused(tmp_path: Path) -> None:
         (tmp_path / "hf_quant_config.json").write_text(content)
         with pytest.raises(ValueError, match=says):
             read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"symmetric": False}, {"actorder": "group"}, {"num_bits": 8}, {"strategy": "tensor"}, {"type": "float"}]
+)
+def test_other_packed_weights_are_refused(changes: dict[str, Any]) -> None:
+    def settings(weights: dict[str, Any]) -> dict[str, Any]:
+        groups = {"g": {"weights": weights}}
+        made = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+        return {"model_type": "qwen3", "quantization_config": made}
+
+    right = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": "weight"}
+    assert read_quantization(settings(right), "config.json") is not None
+    with pytest.raises(ValueError, match="format='pack-quantized'.*expected .*4-bit pack-quantized"):
+        read_quantization(settings({**right, **changes}), "config.json")
+
+
+def test_plan_counts_packed_integers(tmp_path: Path) -> None:
+    config = json.loads((GOLDEN / "student" / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    format_ = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"weights": weights}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": format_}))
+    parts, _ = in_int4(torch.randn(16, 64))
+    save_file({f"a.weight{part}": value for part, value in parts.items()}, tmp_path / "model.safetensors")
+    found = served_model(tmp_path, read_served_spec(tmp_path))
+    assert (found.parameters, found.quantized, found.quantized_bytes) == (16 * 64, 16 * 64, 16 * 64 // 2 + 16 * 8 * 2)
 
 
 def test_plan_counts_numbers_and_bytes(tmp_path: Path) -> None:

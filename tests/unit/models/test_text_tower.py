@@ -62,10 +62,18 @@ def test_end_ids_are_those_of_the_language_model() -> None:
     assert language_model_config(both, "config.json")["eos_token_id"] == 7
 
 
+def test_the_whole_says_whether_embeddings_are_tied() -> None:
+    """As for transformers, whose configs of Qwen3-VL's experts have another default for the language model."""
+    assert TEXT["tie_word_embeddings"] is False
+    assert language_model_config({**WHOLE, "tie_word_embeddings": True}, "config.json")["tie_word_embeddings"] is True
+
+
 def test_other_configs_are_left_alone_and_contradictions_refused() -> None:
     other = {"model_type": "gemma", "text_config": {"model_type": "x"}}
     assert language_model_config(other, "config.json") is other
-    with pytest.raises(ValueError, match="tie_word_embeddings=True, but False in text_config; expected one value"):
-        language_model_config({**WHOLE, "tie_word_embeddings": True}, "config.json")
+    with pytest.raises(ValueError, match="dtype='float16', but 'bfloat16' in text_config; expected one value"):
+        language_model_config(
+            {**WHOLE, "dtype": "float16", "text_config": {**TEXT, "dtype": "bfloat16"}}, "config.json"
+        )
     with pytest.raises(ValueError, match="text_config=None; expected the language model's config"):
         language_model_config({**WHOLE, "text_config": None}, "config.json")
