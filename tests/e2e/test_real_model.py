@@ -46,7 +46,7 @@ def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.smollm
-@pytest.mark.parametrize("student", ["pruned", "quantised"])
+@pytest.mark.parametrize("student", ["pruned", pytest.param("quantised", marks=pytest.mark.slow)])
 def test_the_command(project: Path, student: str) -> None:
     arguments = ("--student", student, *SHORT)
     first = run(project, *arguments)

@@ -74,6 +74,7 @@ def test_shared_memory_is_found_by_its_names(tmp_path: Path, killed: str) -> Non
     server.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing()))
 def test_a_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:

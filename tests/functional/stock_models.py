@@ -22,9 +22,9 @@ def megatron_groups(layout: Layout) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from nemo_oprd.megatron.parallel import init_distributed
+    from nemo_oprd.megatron import parallel
 
-    init_distributed()
+    parallel.init_distributed()
     parallel_state._GLOBAL_MEMORY_BUFFER = None
     others = set(distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
@@ -39,8 +39,10 @@ def megatron_groups(layout: Layout) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
-        # Megatron only forgets its groups; their threads and sockets would add up over the cases of a worker
-        for group in [group for group in distributed_c10d._world.pg_map if group not in others]:
+        # Megatron only forgets its groups; their threads and sockets would add up over the cases of a worker. Groups of
+        # roles that were made meanwhile stay: the next role of the same layout takes them.
+        kept = others | {group for group in parallel._known_groups.values() if isinstance(group, dist.ProcessGroup)}
+        for group in [group for group in distributed_c10d._world.pg_map if group not in kept]:
             dist.destroy_process_group(group)
         parallel_state._set_global_memory_buffer()
 

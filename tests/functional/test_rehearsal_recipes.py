@@ -48,7 +48,15 @@ def test_every_recipe_is_here() -> None:
     assert set(RUNS) == {file.stem for file in CONF.glob("*.yaml")} - {"verify"}
 
 
-@pytest.mark.parametrize("name", sorted(set(RUNS) - set(OF_MEGATRON_BRIDGE)))
+# one of each kind of loss, teacher and model; the others differ from these in weights and sizes
+QUICK = {
+    "oprd_1p5b", "oprd_prefix_1p5b", "opd_full_1p5b", "opd_top16_1p5b", "oprd_opd_mu1_1p5b", "merge_two_teachers_1p5b",
+    "bridge_phi4mini_to_qwen3_1p7b", "oprd_qwen3_30b_a3b", "self_distill_1p5b", *SMALL,
+}  # fmt: skip
+OWN = sorted(set(RUNS) - set(OF_MEGATRON_BRIDGE))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in OWN])
 def test_a_recipe_is_rehearsed(rehearsals: Rehearsals, name: str) -> None:
     """The first and the last of the ranks that `rehearse` chooses: no mistake, and they agree."""
     ranks, settings = RUNS[name]

@@ -213,7 +213,7 @@ def _bridge_model(text: str) -> BridgeModel:
     )
     correct(provider, complete, rope, local)
     model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
-    _check_same_computation(provider, model, hf_config.get("architectures"))
+    _check_same_computation(provider, model, bridge.hf_pretrained.architectures)
     latent = _check_norms(provider, model)
     stored = {*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name.endswith(_BIAS))}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
@@ -234,12 +234,14 @@ def _described(problem: str, compute: Callable[[], Any]) -> Any:
 
 
 def _auto_bridge(hf_config: dict) -> Any:
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     AutoBridge = import_bridge("provider=bridge")
     config = AutoConfig.for_model(**hf_config)
+    if not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     if not AutoBridge.supports(config):
-        raise ValueError(f"architectures={hf_config.get('architectures')!r} is not among its supported models")
+        raise ValueError(f"architectures={config.architectures!r} is not among its supported models")
     return AutoBridge.from_hf_config(config)
 
 
