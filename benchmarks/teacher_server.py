@@ -39,7 +39,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.vllm.sampling import Claimed, Sampling
+from nemo_oprd.vllm.sampling import Claimed, RequestRound
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import Request
@@ -120,7 +120,9 @@ def without_capture(servers: TeacherServers, turn: Turn) -> None:
 
     client = servers._client
     assert client is not None
-    work = Sampling(client, _Ignored(), PATIENCE_S, claim, MAX_SEQUENCES, lambda index, _, __: answered.append(index))
+    work = RequestRound(
+        client, _Ignored(), PATIENCE_S, claim, MAX_SEQUENCES, lambda index, _, __: answered.append(index)
+    )
     client.run(work.run([*servers._servers.values()]))
     if work.error is not None or len(answered) != len(bodies):
         raise RuntimeError(f"{len(answered)} of {len(bodies)} requests were answered: {work.error or work.died}")

@@ -14,7 +14,7 @@ import torch
 
 from nemo_oprd.data.prompts import load_prompts
 from nemo_oprd.data.tokenizer import Tokenizer
-from nemo_oprd.evaluation.agreement import Response, Sampling, load_model, sample_responses
+from nemo_oprd.evaluation.agreement import SampledIds, SamplingSettings, load_model, sample_responses
 from nemo_oprd.evaluation.responses import read_lines, write_lines
 from nemo_oprd.runtime.files import replacing
 from studies.real_models import HELDOUT
@@ -32,20 +32,22 @@ def sample_teacher(teacher: Path, limit: int) -> None:
         return
     tokenizer, model = Tokenizer.load(teacher), load_model(teacher, torch.float32)
     prompts = [tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in load_prompts(HELDOUT)[:PROMPTS]]
-    sampling = Sampling(limit, temperature=1.0, seed=0, batch=PROMPTS)
+    sampling = SamplingSettings(limit, temperature=1.0, seed=0, batch=PROMPTS)
     found = sample_responses(model, prompts, tokenizer.eos_ids, tokenizer.ids(model.config.vocab_size), sampling)
     lines = ({"prompt_ids": each.prompt, "response_ids": each.tokens, "ended": each.ended} for each in found)
     write_lines(TEACHER_RESPONSES, lines)
 
 
-def read_teacher() -> list[Response]:
+def read_teacher() -> list[SampledIds]:
     """The teacher's responses to the held-out prompts."""
     rows = read_lines(TEACHER_RESPONSES, "responses", "remove the file: the study samples them again")
-    return [Response(row["prompt_ids"], row["response_ids"], row["ended"]) for _, row in rows]
+    return [SampledIds(row["prompt_ids"], row["response_ids"], row["ended"]) for _, row in rows]
 
 
 @torch.no_grad()
-def measure(students: dict[str, Path], teacher: Path, responses: Sequence[Response], kept: Path) -> dict[str, Measured]:
+def measure(
+    students: dict[str, Path], teacher: Path, responses: Sequence[SampledIds], kept: Path
+) -> dict[str, Measured]:
     """Student -> bucket of positions -> measure -> a sum per response: {"22": {"1-16": {"reverse_kl": [...]}}}.
 
     Args:
@@ -69,7 +71,7 @@ def measure(students: dict[str, Path], teacher: Path, responses: Sequence[Respon
     return found
 
 
-def log_probs(model: Any, response: Response, vocab_size: int) -> torch.Tensor:
+def log_probs(model: Any, response: SampledIds, vocab_size: int) -> torch.Tensor:
     """log p of the next token at every token of the response, [tokens, vocab_size] in float32."""
     ids = torch.tensor([response.prompt + response.tokens[:-1]])
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(response.tokens)).logits[0]

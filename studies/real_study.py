@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.evaluation.agreement import Response, describe_text
+from nemo_oprd.evaluation.agreement import SampledIds, describe_text
 from nemo_oprd.evaluation.responses import read_lines
 from nemo_oprd.losses.layer_mapping import layer_map as paper_map
 from nemo_oprd.models import read_model_spec
@@ -135,7 +135,7 @@ class Study:
         """Moments of the teacher's states on its own responses to training prompts, computed once."""
         import torch
 
-        from nemo_oprd.evaluation.agreement import Sampling, load_model, sample_responses
+        from nemo_oprd.evaluation.agreement import SamplingSettings, load_model, sample_responses
         from nemo_oprd.runtime.files import replacing
         from studies.real_bridges import teacher_moments
 
@@ -148,7 +148,7 @@ class Study:
             tokenizer, model = Tokenizer.load(directory), load_model(directory, torch.float32)
             prompts = [tokenizer.encode_prompt(prompt.messages, prompt.tools) for prompt in load_prompts(TRAIN)[:64]]
             known = tokenizer.ids(model.config.vocab_size)
-            found = sample_responses(model, prompts, tokenizer.eos_ids, known, Sampling(NEW_TOKENS, 1.0, 0, 64))
+            found = sample_responses(model, prompts, tokenizer.eos_ids, known, SamplingSettings(NEW_TOKENS, 1.0, 0, 64))
             moments = teacher_moments(model, [(r.prompt + r.tokens, len(r.prompt)) for r in found])
             with replacing(file) as partial:
                 torch.save(moments, partial)
@@ -196,7 +196,7 @@ def read_measurements(place: Path, name: str) -> dict[str, dict[str, list[float]
         for source, parts in result["per_prompt"].items()
     }
     rows = [row for _, row in read_lines(place / f"{name}.jsonl", "responses", "measure again")]
-    responses = [Response(row["prompt_ids"], row["response_ids"], row["ended"]) for row in rows]
+    responses = [SampledIds(row["prompt_ids"], row["response_ids"], row["ended"]) for row in rows]
     found["on_student"]["truncated"] = [float(not response.ended) for response in responses]
     found["on_student"]["distinct_4"] = [  # None: too short to have any 4-gram
         describe_text([response])["distinct_4"] if len(response.tokens) >= 4 else None for response in responses

@@ -13,27 +13,27 @@ from benchmarks.gpu_parts.measure import is_cuda
 from benchmarks.gpu_parts.outcome import Outcome
 from benchmarks.gpu_parts.rehearsed import recorder
 from nemo_oprd.tools.rehearse.command import unknown_waits
-from nemo_oprd.tools.rehearse.places import Place, current_place
+from nemo_oprd.tools.rehearse.places import CodeLocation, current_place
 
 # of torch's warning, "called a synchronizing CUDA operation"
 _SYNCHRONIZES = "synchroniz"
 
 
-def waits_of(run: Callable[[], Any]) -> Counter[Place]:
+def waits_of(run: Callable[[], Any]) -> Counter[CodeLocation]:
     """The places of this project, or of Megatron, at which a call waits for the device, and how often."""
     rehearsal = recorder()
     if rehearsal is not None:
         with rehearsal.phase("waits"):
             run()
-        found = Counter[Place]()
+        found = Counter[CodeLocation]()
         for (place, _), count in rehearsal.phases["waits"].waits.items():
             found[place] += count
         return found
     return _warned(run)
 
 
-def _warned(run: Callable[[], Any]) -> Counter[Place]:
-    found = Counter[Place]()
+def _warned(run: Callable[[], Any]) -> Counter[CodeLocation]:
+    found = Counter[CodeLocation]()
 
     def note(message: Any, *_: Any, **__: Any) -> None:
         if _SYNCHRONIZES in str(message):  # the caller's frames are still there

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from nemo_oprd.evaluation.agreement import Sampling
+    from nemo_oprd.evaluation.agreement import SamplingSettings
     from nemo_oprd.evaluation.compare import CompareOptions, compare, parse_students
 
     if not 0 <= options.temperature < math.inf:
@@ -45,6 +45,6 @@ def run(options: argparse.Namespace) -> None:
             count=options.count,
             dtype=options.dtype,
             teacher_responses=Path(options.teacher_responses) if options.teacher_responses else None,
-            sampling=Sampling(options.max_new_tokens, options.temperature, options.seed, options.batch),
+            sampling=SamplingSettings(options.max_new_tokens, options.temperature, options.seed, options.batch),
         )
     )

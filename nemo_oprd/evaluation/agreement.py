@@ -24,7 +24,7 @@ REPETITION_NGRAMS = (2, 4)
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """The sampling settings: from the whole distribution at `temperature`; 0 takes the most probable token."""
 
     max_new_tokens: int
@@ -34,7 +34,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Response:
+class SampledIds:
     """The ids of a prompt in the chat template and of one response, with the id that ended it if one did."""
 
     prompt: list[int]
@@ -69,20 +69,21 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers_model(directory, dtype)
-    # a model's own generation_config.json, such as a penalty on repetitions, would fill what `Sampling` leaves open
+    # a model's own generation_config.json, such as a penalty on repetitions, would fill what `SamplingSettings` leaves
+    # open
     model.generation_config = GenerationConfig()
     return model.to(place).eval()
 
 
 def sample_responses(
-    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], known: TokenIds, sampling: Sampling
-) -> list[Response]:
+    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], known: TokenIds, sampling: SamplingSettings
+) -> list[SampledIds]:
     """Samples one response per prompt. The result depends on the seed, the prompts, their order and the batch size.
 
     Args:
         known: the ids that have a token; no others are sampled.
     """
-    responses: list[Response] = []
+    responses: list[SampledIds] = []
     with torch.random.fork_rng():
         torch.manual_seed(sampling.seed)
         for first in tqdm(range(0, len(prompts), sampling.batch), desc="sampling", unit="batch"):
@@ -91,8 +92,8 @@ def sample_responses(
 
 
 def _sample_batch(
-    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], known: TokenIds, sampling: Sampling
-) -> Iterator[Response]:
+    model: Any, prompts: Sequence[list[int]], eos_ids: tuple[int, ...], known: TokenIds, sampling: SamplingSettings
+) -> Iterator[SampledIds]:
     from transformers import GenerationConfig
 
     width, pad = max(map(len, prompts)), eos_ids[0]
@@ -111,11 +112,11 @@ def _sample_batch(
     output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
     for prompt, row in zip(prompts, output[:, width:].tolist(), strict=True):
         end = next((place for place, token in enumerate(row) if token in eos_ids), None)
-        yield Response(prompt, row if end is None else row[: end + 1], ended=end is not None)
+        yield SampledIds(prompt, row if end is None else row[: end + 1], ended=end is not None)
 
 
 @torch.no_grad()
-def measure(student: Any, teacher: Any, responses: Sequence[Response], vocab_size: int) -> list[PromptAgreement]:
+def measure(student: Any, teacher: Any, responses: Sequence[SampledIds], vocab_size: int) -> list[PromptAgreement]:
     """Compares the two models' distributions at every token of every response.
 
     Args:
@@ -142,7 +143,7 @@ def measure(student: Any, teacher: Any, responses: Sequence[Response], vocab_siz
     return found
 
 
-def _log_probs(model: Any, response: Response, vocab_size: int) -> torch.Tensor:
+def _log_probs(model: Any, response: SampledIds, vocab_size: int) -> torch.Tensor:
     """Returns log p of the next token at every token of the response, [tokens, vocab_size] in float32."""
     ids = torch.tensor([response.prompt + response.tokens[:-1]], device=model.device)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(response.tokens)).logits[0]
@@ -165,7 +166,7 @@ def summarize(parts: Sequence[PromptAgreement]) -> dict[str, float]:
     return {"tokens": tokens, **means, "teacher_perplexity": math.exp(means["teacher_perplexity"])}
 
 
-def describe_text(responses: Sequence[Response]) -> dict[str, float]:
+def describe_text(responses: Sequence[SampledIds]) -> dict[str, float]:
     """Describes responses without any model: returns `distinct_n`, `length` and `truncated`.
 
     `distinct_n` is the share of different n-grams of token ids among all n-grams of a response, averaged over the

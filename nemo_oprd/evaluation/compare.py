@@ -23,8 +23,8 @@ from typing import Any
 from nemo_oprd.data.prompts import Prompt, load_prompts
 from nemo_oprd.data.tokenizer import Tokenizer
 from nemo_oprd.evaluation.agreement import (
-    Response,
-    Sampling,
+    SampledIds,
+    SamplingSettings,
     describe_text,
     load_model,
     measure,
@@ -56,7 +56,9 @@ class CompareOptions:
     count: int = 64
     dtype: str = "float32"
     teacher_responses: Path | None = None  # recorded responses, in place of new samples
-    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=64, temperature=1.0, seed=0, batch=64))
+    sampling: SamplingSettings = field(
+        default_factory=lambda: SamplingSettings(max_new_tokens=64, temperature=1.0, seed=0, batch=64)
+    )
 
 
 def parse_students(given: Sequence[str]) -> dict[str, Path]:
@@ -137,7 +139,7 @@ class Comparison:
         return self._load(self.options.teacher)
 
     @cached_property
-    def teacher_responses(self) -> list[Response]:
+    def teacher_responses(self) -> list[SampledIds]:
         """Returns the teacher's responses, sampled or read."""
         settings = self.settings
         if self.recorded is not None:
@@ -173,7 +175,7 @@ class Comparison:
         self._write(name, result, own)
         return result
 
-    def _sample(self, model: Any) -> list[Response]:
+    def _sample(self, model: Any) -> list[SampledIds]:
         known = self.tokenizer.ids(model.config.vocab_size)
         return sample_responses(model, self.ids, self.tokenizer.eos_ids, known, self.options.sampling)
 
@@ -190,7 +192,7 @@ class Comparison:
         kept = read_json(file, "an object", "remove it to measure again")
         return kept if all(kept.get(key) == value for key, value in settings.items()) else None
 
-    def _write(self, name: str, result: dict[str, Any], responses: list[Response]) -> None:
+    def _write(self, name: str, result: dict[str, Any], responses: list[SampledIds]) -> None:
         """Removes an older NAME.json, then writes the responses and NAME.json last: if it exists, both are complete."""
         (self.options.output / f"{name}.json").unlink(missing_ok=True)
         lines = (
@@ -206,7 +208,7 @@ class Comparison:
         write_lines(self.options.output / f"{name}.jsonl", lines)
         write_atomically(self.options.output / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
-    def _recorded(self, file: Path) -> list[Response]:
+    def _recorded(self, file: Path) -> list[SampledIds]:
         """Reads the responses to these prompts in a file that an earlier comparison wrote."""
         responses = _read_responses(file)[: len(self.ids)]
         for number, (ids, response) in enumerate(zip(self.ids, responses, strict=False), 1):
@@ -223,7 +225,7 @@ class Comparison:
         return responses
 
 
-def _digest_of(responses: Sequence[Response]) -> str:
+def _digest_of(responses: Sequence[SampledIds]) -> str:
     return digest(list(map(asdict, responses)))
 
 
@@ -236,12 +238,12 @@ def _weights_digest(directory: Path) -> str:
     return found.hexdigest()
 
 
-def _read_responses(file: Path) -> list[Response]:
+def _read_responses(file: Path) -> list[SampledIds]:
     """Reads the responses in a file that `Comparison` wrote."""
     fix, found = "give a file that nemo-oprd compare wrote", []
     for where, record in read_lines(file, "responses with prompt_ids and response_ids", fix):
         try:
-            found.append(Response(record["prompt_ids"], record["response_ids"], record["ended"]))
+            found.append(SampledIds(record["prompt_ids"], record["response_ids"], record["ended"]))
         except KeyError as error:
             raise ValueError(f"{where} has no {error}; expected prompt_ids, response_ids and ended; {fix}") from error
     return found

@@ -60,7 +60,7 @@ FIX = "sample it with `evaluate`, or correct the path"
 
 
 @dataclass(frozen=True)
-class Response:
+class GradableResponse:
     """The fields of a response that the grade step needs; of `tokens` only the number counts.
 
     Attributes:
@@ -82,7 +82,7 @@ class Response:
 
 def read_responses(
     file: Path, problems: Sequence[Prompt] | None = None, data: Path | None = None
-) -> tuple[list[Response], str | None]:
+) -> tuple[list[GradableResponse], str | None]:
     """Returns (the responses in a file SET.jsonl, the grader that its lines name or None).
 
     Args:
@@ -91,7 +91,7 @@ def read_responses(
     Raises:
         ValueError: the file is missing or damaged, or a response has no reference answer.
     """
-    responses, named, changed = list[Response](), None, set[int]()
+    responses, named, changed = list[GradableResponse](), None, set[int]()
     for where, record in read_lines(file, "a response", FIX):
         for key, kind in (("problem", int), ("sample", int), ("response", str), ("response_ids", list)):
             if not isinstance(record.get(key), kind):
@@ -125,10 +125,10 @@ def read_responses(
     return responses, named
 
 
-def response_of(record: Mapping[str, Any]) -> Response:
+def response_of(record: Mapping[str, Any]) -> GradableResponse:
     """Returns the response in a line of a file SET.jsonl; refuses missing fields and fields of other types."""
     finish_reason = record.get("finish_reason")
-    return Response(
+    return GradableResponse(
         problem=record["problem"],
         sample=record["sample"],
         text=record["response"],

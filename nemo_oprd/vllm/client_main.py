@@ -29,7 +29,7 @@ from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.vllm.channel import Channel, SegmentWriter
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.sampling import Claimed, Sampling
+from nemo_oprd.vllm.sampling import Claimed, RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused, last_words
 
 # Parsing of answers: a server's answer -> the ids and log-probabilities of a response, or the reason of a refusal.
@@ -187,7 +187,9 @@ class ToldRound:
         self._writer = SegmentWriter(lambda file: channel.send({"kind": "segment"}, file))
         self._servers: list[Server] = [OthersServer(**server) for server in message["servers"]]
         self._check = AnswerCheck(message["version"], TokenIds(**message["known_ids"]))
-        self.work = Sampling(client, self._check, message["timeout_s"], self._claim, message["slots"], self._deliver)
+        self.work = RequestRound(
+            client, self._check, message["timeout_s"], self._claim, message["slots"], self._deliver
+        )
         self._responses: list[dict[str, Any]] = []  # not yet sent, like `_claims`
         self._claims: list[asyncio.Future[Claimed | None]] = []
         self._told: deque[list[asyncio.Future[Claimed | None]]] = deque()  # the claims of each message

@@ -13,7 +13,7 @@ from nemo_oprd.megatron.parallel import everyones
 from nemo_oprd.rollout.exchange import machine_name
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.client_process import ClientProcess
-from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.server import LocalServer, Server, ServerDied
 from nemo_oprd.vllm.transport import SharedFolder
 
@@ -32,7 +32,7 @@ class Controlled:
     folder: SharedFolder | None = None
     sleepers: list[int] = field(default_factory=list)
 
-    def start(self, places: list[Place], make_server: Callable[[Place], Server]) -> None:
+    def start(self, places: list[ServerPlacement], make_server: Callable[[ServerPlacement], Server]) -> None:
         """Starts the servers at this rank's `places` that are of this run, without waiting for them."""
         if not places:
             return

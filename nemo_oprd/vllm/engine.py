@@ -44,7 +44,7 @@ from nemo_oprd.vllm.client_process import Task
 from nemo_oprd.vllm.controller import Controlled, machines_and_devices
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
-from nemo_oprd.vllm.placement import Place, place_servers
+from nemo_oprd.vllm.placement import ServerPlacement, place_servers
 from nemo_oprd.vllm.rounds import Rounds, VllmTicket
 from nemo_oprd.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.vllm.weight_transfer import UpdateCalls, WeightPush, digest_in
@@ -101,7 +101,7 @@ class VllmEngine(Generates):
         self._asleep = 0  # sleep level of servers that share GPUs with the trainer; 0: awake, 2: without weights
         self.metrics: dict[str, float] = {}
 
-    def _make_server(self, place: Place, flags: list[str]) -> Server:
+    def _make_server(self, place: ServerPlacement, flags: list[str]) -> Server:
         """Makes a server of this rank, not yet started."""
         common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:

@@ -12,7 +12,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlacement:
     """One server of a run.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
 
 def place_servers(
     config: VllmConfig, machines: Sequence[str], devices: Sequence[str | None], students: range
-) -> list[Place]:
+) -> list[ServerPlacement]:
     """Places the servers of a run, the same on every rank.
 
     Args:
@@ -61,7 +61,9 @@ def place_servers(
         names = tuple(str(devices[rank]) for rank in group) if cuda else None
         transport = _transport(config, number, has_weights=controller in students, ipc=cuda and colocated, cuda=cuda)
         beside = tuple(group) if cuda and colocated else ()
-        places.append(Place(number, controller, config.tensor, transport, names, sleeps=bool(beside), ranks=beside))
+        places.append(
+            ServerPlacement(number, controller, config.tensor, transport, names, sleeps=bool(beside), ranks=beside)
+        )
     return places
 
 
@@ -126,10 +128,10 @@ def _rank_groups(
     return [[first_ranks[number % len(first_ranks)]] for number in range(config.replicas or 1)]
 
 
-def _endpoint(config: VllmConfig, number: int, url: str) -> Place:
+def _endpoint(config: VllmConfig, number: int, url: str) -> ServerPlacement:
     is_local = urlsplit(url).scheme == "unix" or urlsplit(url).hostname in LOOPBACK
     transport = _transport(config, number, has_weights=is_local, ipc=False, cuda=False)
-    return Place(number, 0, config.tensor, transport, url=url)
+    return ServerPlacement(number, 0, config.tensor, transport, url=url)
 
 
 def _transport(config: VllmConfig, number: int, *, has_weights: bool, ipc: bool, cuda: bool) -> str:

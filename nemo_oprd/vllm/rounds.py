@@ -30,7 +30,7 @@ from nemo_oprd.rollout.response import Response
 from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.vllm.client_process import Job, Round, RoundSummary, Task
 from nemo_oprd.vllm.controller import Controlled
-from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.server import ServerRefused
 
 # The progress of a round, the queue from which controllers claim requests, and the order of requests in it.
@@ -286,7 +286,7 @@ CANCEL_CHECK_S = 0.5
 class Rounds:
     """The rounds of one engine. `mine`: the servers of this rank; `places`: those of the run."""
 
-    def __init__(self, mine: Controlled, places: list[Place], settings: VllmConfig) -> None:
+    def __init__(self, mine: Controlled, places: list[ServerPlacement], settings: VllmConfig) -> None:
         controllers = {place.controller for place in places}
         self._mine, self._settings, self._servers = mine, settings, len(places)
         self._queue = RequestQueue(mine.client is not None, len(controllers))

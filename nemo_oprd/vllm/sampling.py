@@ -42,7 +42,7 @@ class Reader(Protocol[Read]):
 
 
 @dataclass
-class Sampling(Generic[T]):
+class RequestRound(Generic[T]):
     """One round of requests: `run` samples until none is left to claim, no server is left, or a call stops or cuts it.
 
     Attributes:

@@ -23,7 +23,7 @@ from nemo_oprd.config.rollout_schema import TeacherServerConfig
 from nemo_oprd.config.schema import Config
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.vllm.endpoint import Endpoint, guest
-from nemo_oprd.vllm.sampling import GENERATE, Claimed, Sampling
+from nemo_oprd.vllm.sampling import GENERATE, Claimed, RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_launch import KEY, MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import Answer, Request
@@ -65,7 +65,7 @@ def shared_endpoint(config: Config, number: int, url: str) -> Endpoint:
 
 @dataclass(frozen=True)
 class AnswerBodies:
-    """Parses the answers in HTTP bodies; a `Reader` of `Sampling`.
+    """Parses the answers in HTTP bodies; a `Reader` of `RequestRound`.
 
     Attributes:
         requests: those under way, by index.
@@ -296,7 +296,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class AnswerFiles:
-    """Parses the answers in a folder; a `Reader` of `Sampling`."""
+    """Parses the answers in a folder; a `Reader` of `RequestRound`."""
 
     folder: AnswerFolder
     requests: Mapping[int, Request]  # those under way
@@ -364,7 +364,7 @@ class Round:
             arrived.put((index, answer))
 
         how = waiting.claim, self.slots, deliver, waiting.give_back, path_of
-        work = Sampling(self.client, reader, self.limit_s, *how)
+        work = RequestRound(self.client, reader, self.limit_s, *how)
         under_way = self.client.start(work.run(servers))
         under_way.add_done_callback(lambda _: arrived.put(None))
         while (found := arrived.get()) is not None:

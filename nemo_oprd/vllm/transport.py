@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from nemo_oprd.megatron.parallel import everyones
 from nemo_oprd.vllm import guard
-from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
 
 BUCKET_BYTES = 256 << 20
@@ -133,7 +133,7 @@ def release() -> None:
     dist.barrier()
 
 
-def lacking(places: list[Place], share: float) -> list[str]:
+def lacking(places: list[ServerPlacement], share: float) -> list[str]:
     """Reports each GPU of servers at `places` with less free memory than `share`, as one line; equal on every rank."""
     found = []
     for place in places:

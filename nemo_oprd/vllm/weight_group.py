@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.megatron.parallel import everyones, first_ranks
-from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.server import ServerDied
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, send
 from nemo_oprd.vllm.worker.nemo_oprd_group import LOOK_EVERY_S, Group, TransferEnded, address_towards
@@ -75,7 +75,7 @@ class WeightGroup:
     to each other by a key in the job's store, which keeps the first reason.
     """
 
-    def __init__(self, places: list[Place], device: torch.device) -> None:
+    def __init__(self, places: list[ServerPlacement], device: torch.device) -> None:
         self._workers = {place.number: place.workers for place in places if place.transport == "group"}
         urls = [urlsplit(place.url) for place in places if place.transport == "group" and place.url is not None]
         self._hosts = [url.hostname for url in urls if url.hostname is not None]

@@ -23,7 +23,7 @@ from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.vllm.controller import Controlled
-from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.sampling import GENERATE
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_group import Ended, Rendezvous, WeightGroup
@@ -57,7 +57,7 @@ class UpdateCalls:
     """
 
     client: Client | None
-    places: list[Place]
+    places: list[ServerPlacement]
     tensors: int
     describe: Callable[[dict[str, Any], str], None]
     start_timeout: float
@@ -253,7 +253,7 @@ class WeightPush:
 
     def __init__(
         self,
-        places: list[Place],
+        places: list[ServerPlacement],
         mine: Controlled,
         calls: UpdateCalls,
         names: set[str],
@@ -502,7 +502,7 @@ def digest_in(version: str) -> str:
     return version.partition("-")[2]
 
 
-def _make_room(places: list[Place], mine: Controlled, share: float) -> None:
+def _make_room(places: list[ServerPlacement], mine: Controlled, share: float) -> None:
     """Frees the GPUs that servers share with the trainer, whose free memory a server measures at its start.
 
     No rank computes now. Raises ServerRefused if a GPU has less than `share`: the server would fail at every start.

@@ -35,7 +35,7 @@ from nemo_oprd.vllm import engine as engine_module
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.controller import Controlled
 from nemo_oprd.vllm.endpoint import Endpoint, caller
-from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.server import LocalServer, ServerRefused
 from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from tests.support.align_tokenizers import write as write_tokenizer
@@ -73,10 +73,10 @@ class Servers:
         python, flags, log = self.bench / "python", flags_of(self.bench), self.bench / "server_0.log"
         settings = [*settings_of(self.bench), f"student.hf_path={self.bench}", f"teacher.hf_path={self.bench}"]
 
-        def make(_: Place) -> LocalServer:
+        def make(_: ServerPlacement) -> LocalServer:
             return LocalServer(0, 1, python=python, flags=flags, log=log, directory=self.folder)
 
-        self.controlled.start([Place(0, 0, 1, "file")], make)
+        self.controlled.start([ServerPlacement(0, 0, 1, "file")], make)
         self.port = free_port()
         command = [sys.executable, "-m", "nemo_oprd", "serve", "--port", str(self.port)]
         command += ["--token-file", str(self.token_file), "--config-name", "verify", *settings]

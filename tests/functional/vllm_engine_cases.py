@@ -232,12 +232,12 @@ def weights_meet() -> dict[str, Any]:
     import torch.distributed as dist
 
     from nemo_oprd.megatron.parallel import init_distributed
-    from nemo_oprd.vllm.placement import Place
+    from nemo_oprd.vllm.placement import ServerPlacement
     from nemo_oprd.vllm.weight_group import WeightGroup
 
     init_distributed()
     controller = dist.get_world_size() - 1
-    group = WeightGroup([Place(0, controller, 2, "group")], torch.device("cpu"))
+    group = WeightGroup([ServerPlacement(0, controller, 2, "group")], torch.device("cpu"))
     meeting = group.meet({0: 1} if dist.get_rank() == controller else {})
     assert meeting is not None
     return meeting.init_info(0)

@@ -28,7 +28,7 @@ from nemo_oprd.evaluation.responses import (
     GENERATIONS,
     GRADES,
     METRICS,
-    Response,
+    GradableResponse,
     read_lines,
     read_responses,
     write_lines,
@@ -100,7 +100,7 @@ class GradedSet:
         return lines
 
 
-def grade_set(directory: Path, name: str, responses: Sequence[Response], choice: GraderChoice) -> GradedSet:
+def grade_set(directory: Path, name: str, responses: Sequence[GradableResponse], choice: GraderChoice) -> GradedSet:
     """Grades a set, continuing an interrupted grading, and writes its grades and disagreements.
 
     Args:
@@ -136,7 +136,11 @@ def grade_set(directory: Path, name: str, responses: Sequence[Response], choice:
 
 
 def _graded(
-    directory: Path, name: str, responses: Sequence[Response], records: Sequence[Mapping[str, Any]], disagreements: int
+    directory: Path,
+    name: str,
+    responses: Sequence[GradableResponse],
+    records: Sequence[Mapping[str, Any]],
+    disagreements: int,
 ) -> GradedSet:
     return GradedSet(
         name=name,
@@ -238,7 +242,7 @@ def _wrong_field(record: Mapping[str, Any]) -> str | None:
     return next((k for k, (kind, _) in _FIELDS.items() if k not in record or not isinstance(record[k], kind)), None)
 
 
-def check_answers(name: str, responses: Sequence[Response], graders: Sequence[Grader]) -> None:
+def check_answers(name: str, responses: Sequence[GradableResponse], graders: Sequence[Grader]) -> None:
     """Raises ValueError for a reference answer with which its grader can't compare, naming the problem."""
     checked = set[tuple[str, str]]()
     for response, grader in zip(responses, graders, strict=True):
@@ -250,7 +254,7 @@ def check_answers(name: str, responses: Sequence[Response], graders: Sequence[Gr
                 raise ValueError(f"{name}, problem {response.problem}: {error}") from error
 
 
-def samples_per_problem(name: str, responses: Sequence[Response]) -> int:
+def samples_per_problem(name: str, responses: Sequence[GradableResponse]) -> int:
     """Returns the k of a set. Raises ValueError if there are no responses, or a problem lacks some or has one twice."""
     counts = Counter(response.problem for response in responses)
     if not counts:
@@ -274,7 +278,7 @@ def _part(directory: Path, name: str) -> Path:
     return directory / GRADES / f".{name}.part.jsonl"
 
 
-def _key(responses: Sequence[Response], graders: Sequence[Grader]) -> str:
+def _key(responses: Sequence[GradableResponse], graders: Sequence[Grader]) -> str:
     """Returns a digest that changes whenever a grade may change."""
     digest, keys = hashlib.sha256(), dict[str, str]()
     for response, grader in zip(responses, graders, strict=True):
@@ -285,7 +289,7 @@ def _key(responses: Sequence[Response], graders: Sequence[Grader]) -> str:
     return digest.hexdigest()
 
 
-def _kept(part: Path, key: str, responses: Sequence[Response], name: str) -> list[dict[str, Any]]:
+def _kept(part: Path, key: str, responses: Sequence[GradableResponse], name: str) -> list[dict[str, Any]]:
     """Returns grades of an interrupted grading of equal responses by equal graders; truncates the part after them.
 
     It keeps them up to the first line that is damaged or is not the grade of the response in its place.
@@ -329,7 +333,7 @@ def _log_if_changed(directory: Path, name: str, graders: Sequence[Grader]) -> No
             logger.info(f"{name}: was graded by {was}; all its grades are now replaced by those of {by}")
 
 
-def _record(response: Response, grader: Grader, grade: Grade) -> dict[str, Any]:
+def _record(response: GradableResponse, grader: Grader, grade: Grade) -> dict[str, Any]:
     """Returns a line of the part: the line of the grades, and the comparison if math-verify was used."""
     values = response.problem, response.sample, grade.extracted, grade.correct, grader.name
     record: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
@@ -341,7 +345,7 @@ def _record(response: Response, grader: Grader, grade: Grade) -> dict[str, Any]:
 
 
 def _write_disagreements(
-    directory: Path, name: str, responses: Sequence[Response], records: Sequence[Mapping[str, Any]]
+    directory: Path, name: str, responses: Sequence[GradableResponse], records: Sequence[Mapping[str, Any]]
 ) -> int:
     """Writes the responses about which the two comparisons disagree; returns their number. Without any, no file."""
     keys = ("problem", "sample", "answer", "extracted", "text", "math_verify", "correct", "grader")
@@ -359,7 +363,7 @@ def _write_disagreements(
     return len(found)
 
 
-def _sample(response: Response, record: Mapping[str, Any]) -> Sample:
+def _sample(response: GradableResponse, record: Mapping[str, Any]) -> Sample:
     extracted = record["extracted"]
     # an empty box is no answer, but a bare bool of a user's grader counts as an answer
     none = extracted is None or (not extracted and not is_import_path(record["grader"]))

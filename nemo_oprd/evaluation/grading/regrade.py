@@ -30,7 +30,7 @@ from nemo_oprd.evaluation.grading.grade_sets import (
 )
 from nemo_oprd.evaluation.grading.graders import BUILTIN, GraderChoice, check_judge, check_name
 from nemo_oprd.evaluation.intervals import CI
-from nemo_oprd.evaluation.responses import DIFFERENCES, FIX, GENERATIONS, Response, read_responses
+from nemo_oprd.evaluation.responses import DIFFERENCES, FIX, GENERATIONS, GradableResponse, read_responses
 from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import kind_of, write_atomically
@@ -81,7 +81,7 @@ class Loaded:
     """An evaluation with the responses of its sets, the choice of their graders, and the lines to print about it."""
 
     of: Evaluation
-    sets: dict[str, list[Response]]
+    sets: dict[str, list[GradableResponse]]
     choice: GraderChoice
     notes: list[str]
 
@@ -236,7 +236,7 @@ def _label(directory: Path) -> str:
 
 def _load(each: Evaluation, options: GradeOptions) -> Loaded:
     """Reads and checks an evaluation, without grading it."""
-    sets: dict[str, list[Response]] = {}
+    sets: dict[str, list[GradableResponse]] = {}
     graders = dict(options.graders)
     for name, file in each.files.items():
         data = options.data.get(name, options.data.get(""))

@@ -28,7 +28,7 @@ from nemo_oprd.tools.plan.memory import (
     update_memory,
 )
 from nemo_oprd.tools.plan.operations import StepBytes, StepFlops, bubble, step_bytes, step_flops, training_seconds
-from nemo_oprd.tools.plan.rollout_cost import Demand, Sampling, rollout_copy, sample
+from nemo_oprd.tools.plan.rollout_cost import Demand, SamplingCost, rollout_copy, sample
 from nemo_oprd.tools.plan.served import Servers, colocated_share, teacher_servers
 from nemo_oprd.tools.plan.workload import Workload, make_workload
 
@@ -73,8 +73,8 @@ class Estimate:
     student: Layout
     teacher: Layout
     kinds: tuple[RankKind, ...]
-    rollout: Sampling | None
-    evaluation: Sampling | None
+    rollout: SamplingCost | None
+    evaluation: SamplingCost | None
     evaluation_seconds: float | None
     flops: StepFlops
     bytes: StepBytes
@@ -316,7 +316,7 @@ def _without_sampling(
     return Memory(always, phases)
 
 
-def _with_sampling(kind: RankKind, rollout: Sampling | None, evaluation: Sampling | None) -> RankKind:
+def _with_sampling(kind: RankKind, rollout: SamplingCost | None, evaluation: SamplingCost | None) -> RankKind:
     """`kind` with the phases of sampling, on the student's ranks."""
     if kind.student is None:
         return kind

@@ -10,7 +10,7 @@ from nemo_oprd.tools.plan.alternatives import Alternative
 from nemo_oprd.tools.plan.estimate import Estimate
 from nemo_oprd.tools.plan.gpus import ASSUMED, count, in_bytes, unit
 from nemo_oprd.tools.plan.parameters import model_parameters
-from nemo_oprd.tools.plan.rollout_cost import Sampling
+from nemo_oprd.tools.plan.rollout_cost import SamplingCost
 
 
 def lines(found: Estimate, near: list[Alternative], name: str) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{_seconds(seconds)} s"
 
 
-def _evaluation(sampling: Sampling, seconds: float | None) -> str:
+def _evaluation(sampling: SamplingCost, seconds: float | None) -> str:
     if seconds is None:
         return "unknown without the number of problems (--problems)"
     return f"{_duration(seconds)} in {sampling.waves} batch(es) of {sampling.at_a_time} response(s)"

@@ -36,7 +36,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingCost:
     """The cost of a `Demand` with an engine.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sampling:
     problem: str | None = None
 
 
-def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *, goes_on: bool = False) -> Sampling:
+def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *, goes_on: bool = False) -> SamplingCost:
     """The cost of sampling with the engine of the configuration.
 
     Args:
@@ -76,11 +76,11 @@ def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *,
     if goes_on and rollout.mode == "stream":
         # each decoding step yields a token of every response under way, and one of the longest is due by the lag
         tokens = max(_per_group(demand, groups) * demand.mean / batch, demand.longest / (rollout.max_lag + 1))
-        return Sampling(batch, groups, 1, parts, tokens * token, problem)
+        return SamplingCost(batch, groups, 1, parts, tokens * token, problem)
     segmented = goes_on and rollout.mode == "segments"
     waves = -(-_per_group(_under_way(work, demand) if segmented else demand, groups) // batch)
     longest = min(demand.longest, rollout.tokens_per_segment) if segmented else demand.longest
-    return Sampling(batch, groups, waves, parts, waves * longest * token, problem)
+    return SamplingCost(batch, groups, waves, parts, waves * longest * token, problem)
 
 
 def _under_way(work: Workload, demand: Demand) -> Demand:
@@ -100,7 +100,7 @@ def _per_group(demand: Demand, groups: Groups) -> int:
 def _in_process(
     work: Workload, demand: Demand, groups: Groups, left: float
 ) -> tuple[int, dict[str, float], str | None]:
-    """`Sampling`'s (at_a_time, parts, problem)."""
+    """`SamplingCost`'s (at_a_time, parts, problem)."""
     rollout, spec = work.config.rollout, work.student
     length = min(work.prompt + demand.longest, spec.max_positions)
     layout = Layout(tensor=rollout.tensor, expert=rollout.expert)
@@ -137,7 +137,7 @@ def rollout_copy(work: Workload) -> float:
 def _with_servers(
     work: Workload, demand: Demand, kind: EngineKind, groups: Groups, gpu: Gpu
 ) -> tuple[int, dict[str, float], str | None]:
-    """`Sampling`'s (at_a_time, parts, problem)."""
+    """`SamplingCost`'s (at_a_time, parts, problem)."""
     spec = work.student
     share = groups.memory * gpu.memory
     weights = model_parameters(spec) * work.value_bytes / groups.gpus

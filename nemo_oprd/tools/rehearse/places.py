@@ -13,7 +13,7 @@ _LIBRARIES = ("/megatron/core/", "/transformer_engine/")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class CodeLocation:
     """A line of this package, and the innermost line of a library below it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
         return f"{self.file}:{self.line}" + (f" ({self.below})" if self.below else "")
 
 
-def current_place() -> Place:
+def current_place() -> CodeLocation:
     """The place that is running now."""
     below, innermost = "", ("torch", "")
     frame = sys._getframe(1)
@@ -47,11 +47,11 @@ def current_place() -> Place:
         name = frame.f_code.co_filename
         if name.startswith(_OWN) and not name.startswith(_HERE):
             file, function = f"{PACKAGE.name}/{name[len(_OWN) :]}", frame.f_code.co_name
-            return Place(file, frame.f_lineno, function, below, innermost if below else (file, function))
+            return CodeLocation(file, frame.f_lineno, function, below, innermost if below else (file, function))
         library = None if below else next((part for part in _LIBRARIES if part in name), None)
         if library is not None:
             innermost = library[1:] + name.rpartition(library)[2], frame.f_code.co_name
             below = f"{innermost[0]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     file, _, line = below.partition(":")
-    return Place(file or "torch", int(line or 0), innermost[1], "", innermost)
+    return CodeLocation(file or "torch", int(line or 0), innermost[1], "", innermost)

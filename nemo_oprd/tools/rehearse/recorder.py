@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nemo_oprd.tools.rehearse.fake_cuda import HOST
 from nemo_oprd.tools.rehearse.host_values import LARGEST, HostValues
-from nemo_oprd.tools.rehearse.places import Place, current_place
+from nemo_oprd.tools.rehearse.places import CodeLocation, current_place
 
 # The memory of a rehearsed rank: every storage of a fake tensor, who allocated it, and the peaks of the phases.
 
@@ -53,7 +53,7 @@ class _Block:
     """Memory that is in use. `number` counts all blocks."""
 
     size: int
-    place: Place
+    place: CodeLocation
     what: str
     number: int
 
@@ -92,19 +92,19 @@ class Memory:
         """Forgets a moment: the next `settled` at it counts as the first one."""
         self._marks.pop(moment, None)
 
-    def settled(self, moment: str) -> dict[Place, int]:
+    def settled(self, moment: str) -> dict[CodeLocation, int]:
         """If more is alive than when this moment came last: the lines that allocated what is new, and its bytes."""
         before, self._marks[moment] = self._marks.get(moment), (self.live, self._count)
         tolerated = 0.0 if before is None else _TOLERATED_GROWTH * before[0]
         if before is None or self.live - before[0] <= tolerated:
             return {}
-        newer: Counter[Place] = Counter()
+        newer: Counter[CodeLocation] = Counter()
         for block in self._blocks.values():
             if block.number > before[1]:
                 newer[block.place] += block.size
         return {place: size for place, size in newer.items() if size > tolerated}
 
-    def allocated_at(self, tensor: torch.Tensor) -> Place:
+    def allocated_at(self, tensor: torch.Tensor) -> CodeLocation:
         """The line that allocated the memory of a tensor on the device."""
         return self._blocks[tensor.untyped_storage()._cdata].place
 
@@ -170,7 +170,7 @@ class Mistake:
     """A call that a GPU would refuse, compute otherwise, or be slowed down by."""
 
     code: str
-    place: Place
+    place: CodeLocation
     text: str
 
 
@@ -188,7 +188,7 @@ class Message:
     dtype: str
     bytes: int
     device: str
-    place: Place
+    place: CodeLocation
     peer: int | None = None
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
         invent: the value that a read of the device returns, by (place, dtype); raises UnknownValue.
     """
 
-    def __init__(self, invent: Callable[[Place, torch.dtype], float | int | bool]) -> None:
+    def __init__(self, invent: Callable[[CodeLocation, torch.dtype], float | int | bool]) -> None:
         super().__init__()
         self._invent = invent
         self.phases: dict[str, Phase] = {}
@@ -288,7 +288,7 @@ class Recorder(TorchDispatchMode):
         self._phase.kernels += 1
         self.calls[function, tuple(_described(tensor) for tensor in tensors)] += 1
 
-    def mistake(self, code: str, text: str, place: Place | None = None) -> None:
+    def mistake(self, code: str, text: str, place: CodeLocation | None = None) -> None:
         """Notes a mistake at a place; None: the current one."""
         self.mistakes[Mistake(code, place or current_place(), text)] += 1
 

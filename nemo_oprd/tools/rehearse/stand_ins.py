@@ -17,7 +17,7 @@ import torch
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.checks import shares
-from nemo_oprd.tools.rehearse.places import Place
+from nemo_oprd.tools.rehearse.places import CodeLocation
 
 # Stand-ins for the files that a rehearsal does not read: rollouts and bridges.
 
@@ -94,7 +94,7 @@ STAND_INS = {
 }
 
 
-def stand_in(place: Place, dtype: torch.dtype) -> float | int | bool:
+def stand_in(place: CodeLocation, dtype: torch.dtype) -> float | int | bool:
     """The value of a read at `place`.
 
     Raises:

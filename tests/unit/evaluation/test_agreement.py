@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.evaluation.agreement import (
     PromptAgreement,
-    Response,
-    Sampling,
+    SampledIds,
+    SamplingSettings,
     describe_text,
     load_model,
     measure,
@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def log_probs(model: Any, response: Response) -> np.ndarray:
+def log_probs(model: Any, response: SampledIds) -> np.ndarray:
     """[tokens, KNOWN] by numpy from the logits of the whole sequence."""
     with torch.no_grad():
         logits = model(torch.tensor([response.prompt + response.tokens])).logits[0].double().numpy()
@@ -57,7 +57,7 @@ def log_probs(model: Any, response: Response) -> np.ndarray:
 
 def test_measures_are_the_sums_written_out(models: tuple[Any, Any]) -> None:
     student, teacher = models
-    responses = [Response([5, 9, 11], [4, 4, 30, 3], True), Response([20], [39], False)]
+    responses = [SampledIds([5, 9, 11], [4, 4, 30, 3], True), SampledIds([20], [39], False)]
     found = measure(student, teacher, responses, KNOWN)
     for response, part in zip(responses, found, strict=True):
         p, q = log_probs(student, response), log_probs(teacher, response)
@@ -77,7 +77,7 @@ def test_measures_are_the_sums_written_out(models: tuple[Any, Any]) -> None:
 
 
 def test_a_model_agrees_with_itself(models: tuple[Any, Any]) -> None:
-    (part,) = measure(models[0], models[0], [Response([5], [6, 8], False)], KNOWN)
+    (part,) = measure(models[0], models[0], [SampledIds([5], [6, 8], False)], KNOWN)
     assert (part.reverse_kl, part.forward_kl, part.same_greedy) == (0, 0, 2)
     assert part.student_entropy == part.teacher_entropy > 0
 
@@ -94,7 +94,7 @@ def test_means_are_over_all_tokens() -> None:
 
 def test_greedy_responses_are_the_most_probable_tokens(models: tuple[Any, Any]) -> None:
     """Token by token without a cache, one prompt at a time: padding and batches change nothing."""
-    found = sample_responses(models[0], PROMPTS, EOS, IDS, Sampling(6, 0.0, 0, batch=2))
+    found = sample_responses(models[0], PROMPTS, EOS, IDS, SamplingSettings(6, 0.0, 0, batch=2))
     for prompt, response in zip(PROMPTS, found, strict=True):
         ids = list(prompt)
         while len(ids) < len(prompt) + 6 and (len(ids) == len(prompt) or ids[-1] not in EOS):
@@ -109,10 +109,12 @@ def test_greedy_responses_are_the_most_probable_tokens(models: tuple[Any, Any]) 
 def test_samples_follow_the_seed_and_the_distribution(models: tuple[Any, Any]) -> None:
     """Of 4,000 first tokens each one's share is within four standard errors of its probability."""
     draws, temperature = 4000, 1.5
-    settings = Sampling(1, temperature, seed=3, batch=draws)
+    settings = SamplingSettings(1, temperature, seed=3, batch=draws)
     found = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, IDS, settings)
     again = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, IDS, settings)
-    other = sample_responses(models[0], [PROMPTS[0]] * draws, EOS, IDS, Sampling(1, temperature, seed=4, batch=draws))
+    other = sample_responses(
+        models[0], [PROMPTS[0]] * draws, EOS, IDS, SamplingSettings(1, temperature, seed=4, batch=draws)
+    )
     assert found == again != other
     with torch.no_grad():
         logits = models[0](torch.tensor([PROMPTS[0]])).logits[0, -1, :KNOWN] / temperature
@@ -125,9 +127,9 @@ def test_samples_follow_the_seed_and_the_distribution(models: tuple[Any, Any]) -
 
 def test_text_is_described_by_its_ids() -> None:
     responses = [
-        Response([1], [8, 8, 8, 8, 8, 8], False),
-        Response([1], [4, 5, 6, 7, 3], True),
-        Response([1], [3], True),
+        SampledIds([1], [8, 8, 8, 8, 8, 8], False),
+        SampledIds([1], [4, 5, 6, 7, 3], True),
+        SampledIds([1], [3], True),
     ]
     found = describe_text(responses)
     assert found["distinct_2"] == pytest.approx((1 / 5 + 1) / 2)  # the third response has no pair

@@ -16,7 +16,7 @@ import torch
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.teacher_kinds import RECORDS, Records
-from nemo_oprd.evaluation.agreement import Response
+from nemo_oprd.evaluation.agreement import SampledIds
 from studies import real_rollout_measure, real_rollout_tables, real_rollouts
 from studies.real_rollout_measure import buckets, measure, read_teacher, title
 from studies.real_rollout_tables import BUCKETS
@@ -71,7 +71,7 @@ def test_students_against_float64(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     names = ("student", "teacher")
-    responses = [Response([5, 6, 7], [8, 9, 3, 4], ended=True), Response([4, 3], list(range(3, 21)), ended=False)]
+    responses = [SampledIds([5, 6, 7], [8, 9, 3, 4], ended=True), SampledIds([4, 3], list(range(3, 21)), ended=False)]
     tokenizer = SimpleNamespace(vocab_size=50)
     with mock.patch.object(real_rollout_measure.Tokenizer, "load", return_value=tokenizer):
         students = {name: GOLDEN / name for name in names}
@@ -93,7 +93,7 @@ def test_students_against_float64(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def _distributions(model: Any, response: Response) -> torch.Tensor:
+def _distributions(model: Any, response: SampledIds) -> torch.Tensor:
     logits = model(torch.tensor([response.prompt + response.tokens])).logits[0]
     return logits[len(response.prompt) - 1 : -1, :50].softmax(-1)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_oprd.vllm.sampling import Sampling
+from nemo_oprd.vllm.sampling import RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import RequestQueue, Round
@@ -97,7 +97,7 @@ class Reader:
         return index
 
 
-def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], Sampling, RequestQueue]:
+def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], RequestRound, RequestQueue]:
     """(The requests in the order of their answers, the round, what it leaves) of `COUNT` answers of 100 bytes."""
     requests = [(i, Request([1, 2, 3], Ask(f"{i:032x}", [1], [0], []))) for i in range(COUNT)]
     waiting, got = RequestQueue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
@@ -106,7 +106,7 @@ def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], Samplin
         waiting.taken(index)
         got.append(index)
 
-    work: Any = Sampling(servers, Reader(), 10.0, waiting.claim, slots, deliver, waiting.give_back)  # type: ignore[arg-type]
+    work: Any = RequestRound(servers, Reader(), 10.0, waiting.claim, slots, deliver, waiting.give_back)  # type: ignore[arg-type]
 
     async def run() -> None:
         await asyncio.wait_for(work.run([Server(number, slots) for number in range(2)]), 5)

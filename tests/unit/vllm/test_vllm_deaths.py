@@ -16,7 +16,7 @@ from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.vllm import client, weight_transfer
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.client_main import AnswerCheck
-from nemo_oprd.vllm.placement import Place
+from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_transfer import UpdateCalls
 
@@ -106,7 +106,7 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
     http.daemon_threads = True
     threading.Thread(target=http.serve_forever, daemon=True).start()
     server, client = Server(0, 1, base_url=f"http://127.0.0.1:{http.server_port}"), Client()
-    places = [Place(0, 0, 1, "file", url=None if own else server.base_url)]
+    places = [ServerPlacement(0, 0, 1, "file", url=None if own else server.base_url)]
     calls = UpdateCalls(client, places, 1, lambda *_: None, 60.0, limit)
     try:
         if expected is None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_oprd.config.rollout_schema import VllmConfig
-from nemo_oprd.vllm.placement import Place, dedicated_ranks, place_servers
+from nemo_oprd.vllm.placement import ServerPlacement, dedicated_ranks, place_servers
 
 
-def placed(machines: str, students: range, *, cuda: bool = False, **settings: Any) -> list[Place]:
+def placed(machines: str, students: range, *, cuda: bool = False, **settings: Any) -> list[ServerPlacement]:
     """The servers of a job whose ranks are on the machines that `machines` names by one letter each.
 
     With `cuda` the ranks of a machine have its devices 0, 1, ...
@@ -23,7 +23,7 @@ def placed(machines: str, students: range, *, cuda: bool = False, **settings: An
     return places
 
 
-def short(places: list[Place]) -> list[tuple]:
+def short(places: list[ServerPlacement]) -> list[tuple]:
     """(controller, transport, devices) of each server."""
     return [(place.controller, place.transport, place.devices) for place in places]
 
