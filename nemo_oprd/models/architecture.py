@@ -520,13 +520,18 @@ def check_counts(hf_config: dict, source: str) -> None:
                 )
 
 
+def code_files(hf_config: dict) -> list[str]:
+    """Returns the names of the Python files that `auto_map` of a config.json names."""
+    code = hf_config.get("auto_map") or []
+    entries = code.values() if isinstance(code, dict) else [code]
+    return sorted({f"{str(entry).rsplit('.', 1)[0]}.py" for entry in entries if entry})
+
+
 def unused_code(hf_config: dict, source: str) -> str | None:
     """Returns a line about the Python files that a config.json names in `auto_map`, which are never run; else None."""
-    code = hf_config.get("auto_map")
-    if not code:
+    names = code_files(hf_config)
+    if not names:
         return None
-    entries = code.values() if isinstance(code, dict) else [code]
-    names = sorted({f"{str(entry).rsplit('.', 1)[0]}.py" for entry in entries})
     return (
         f"{source}: auto_map names {', '.join(names)}, which is not run: model_type {hf_config.get('model_type')!r} is "
         "known without it"

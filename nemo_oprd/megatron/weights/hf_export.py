@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from nemo_oprd.data.tokenizer import copy_tokenizer_files
 from nemo_oprd.models import read_hf_config
+from nemo_oprd.models.architecture import code_files
 from nemo_oprd.models.quantization import unquantized
 from nemo_oprd.runtime.files import replacing_directory
 
@@ -46,16 +47,9 @@ def write_hf_model(
         hf_config["dtype" if "dtype" in hf_config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         hf_config |= config_changes or {}
         copy_tokenizer_files(source, partial)
-        if not _has_code(hf_config, partial):
+        if not all((partial / name).is_file() for name in code_files(hf_config)):
             hf_config.pop("auto_map", None)
         (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-
-
-def _has_code(hf_config: dict, directory: Path) -> bool:
-    """Returns whether all Python files that `auto_map` names are in a directory."""
-    code = hf_config.get("auto_map")
-    entries = code.values() if isinstance(code, dict) else []
-    return bool(entries) and all((directory / f"{str(entry).rsplit('.', 1)[0]}.py").is_file() for entry in entries)
 
 
 def _write_shards(
