@@ -91,6 +91,15 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The key/value heads of a layer's attention, and the channels of its keys (and queries) and values."""
+
+    kv: int
+    channels: int
+    value_channels: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The architecture of one model, independent of any layout. `experts` is None for a model without any.
 
@@ -103,6 +112,7 @@ class ModelSpec:
     where it is not `rope`; `post_norms` whether there are norms behind attention and feed-forward block, too;
     `attention_cap` and `output_cap` bound the products of queries and keys, and the logits, by cap * tanh(x / cap); the
     first one is 0 in a model of a family with bounds that has none. Only families of Megatron-Bridge differ in these.
+    `layer_heads` has the heads of each layer where they differ; `num_kv_heads` is then the smallest number of them.
     `output_scale` multiplies the logits; only a teacher that servers compute may have another one than 1.
     """
 
@@ -138,12 +148,19 @@ class ModelSpec:
     post_norms: bool = False
     attention_cap: float | None = None
     output_cap: float | None = None
+    layer_heads: tuple[Heads, ...] = ()
     output_scale: float = 1.0
 
     @property
     def rotary_dim(self) -> int:
         """The channels of a head of which RoPE rotates `rope.share`."""
         return self.head_dim if self.latent is None else self.latent.rotated
+
+    def heads(self, layer: int) -> Heads:
+        """The heads of layer `layer` (1-based)."""
+        if self.layer_heads:
+            return self.layer_heads[layer - 1]
+        return Heads(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def is_sparse(self, layer: int) -> bool:
         """True if layer `layer` (1-based) has experts."""
@@ -161,7 +178,7 @@ class ModelSpec:
         """
         dense = self.experts is None or not all(self.experts.sparse)
         sizes = {"attention heads": self.num_heads}
-        if size % self.num_kv_heads:
+        if size % self.num_kv_heads or (self.layer_heads and size > self.num_kv_heads):
             sizes["key/value heads"] = self.num_kv_heads
         sizes |= {"feed-forward size": self.ffn_size} if dense else {}
         sizes |= {"shared expert's size": self.experts.shared_ffn_size} if self.experts is not None else {}
@@ -332,17 +349,23 @@ class GroupedQKV(Form):
 
     axis = 0
 
+    def __init__(self, heads: Heads | None = None) -> None:
+        """`heads`: those of the layers that have this form, where layers differ; None: those of the model."""
+        self._heads = heads
+
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """(q, k, v) -> interleaved by group."""
         rest = tensors[0].shape[1:]
-        parts = [tensor.reshape(spec.num_kv_heads, -1, *rest) for tensor in tensors]
+        heads = self._heads or spec.heads(1)
+        parts = [tensor.reshape(heads.kv, -1, *rest) for tensor in tensors]
         return concatenated(parts, 1).reshape(-1, *rest)
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
         """Interleaved by group -> (q, k, v)."""
         rest = tensor.shape[1:]
-        per_group = (spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim, spec.head_dim)
-        parts = tensor.reshape(spec.num_kv_heads, sum(per_group), *rest).split(per_group, dim=1)
+        heads = self._heads or spec.heads(1)
+        per_group = (spec.num_heads // heads.kv * heads.channels, heads.channels, heads.value_channels)
+        parts = tensor.reshape(heads.kv, sum(per_group), *rest).split(per_group, dim=1)
         return tuple(part.reshape(-1, *rest) for part in parts)
 
 

@@ -275,7 +275,8 @@ def fused_name(name: str) -> tuple[str, int | None, int | None]:
     """
     found = _EXPERT_NAME.fullmatch(name)
     if found is None:
-        return name.replace(".block_sparse_moe.", ".mlp."), None, None
+        renamed = name.replace(".block_sparse_moe.", ".mlp.").replace(".attention_sink_bias", ".sinks")
+        return renamed, None, None
     layer, expert, matrix = found.groups()
     fused, half = _MOE_FUSED[matrix]
     return f"{layer}.mlp.experts.{fused}", int(expert), half

@@ -71,6 +71,11 @@ KINDS: dict[str, Kind] = {
         f"context parallelism, expert_tensor; {_ROUTERS}",
     ),
     "glm4_moe": Kind(_SPARSE, frozenset((_EXPERTS, _MTP)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
+    "mimo_v2_flash": Kind(
+        "TP2+SP, PP2, EP2, VPP, full recompute",
+        frozenset((_EXPERTS, "sliding-window attention")),
+        refused=f"context parallelism; {_ROUTERS}; multi-token prediction is left out",
+    ),
     "deepseek_v3": Kind(
         "TP2+SP, PP2, EP2, CP2 without YaRN, VPP, full recompute", _LATENT, ("default", "yarn"), _OF_LATENT
     ),

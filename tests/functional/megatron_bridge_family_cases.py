@@ -62,6 +62,17 @@ EXPERT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_SIGMOID, **_LATENT, "rms_norm_eps": 1e-5}),
     "moonlight": ("DeepseekV3Config", {**_SIGMOID, **_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {
+            "num_attention_heads": 8, "head_dim": 24, "v_head_dim": 16, "sliding_window": 4, "layer_types": None,
+            "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+            },
+        },
+    ),
     "minimax_m2": (
         "MiniMaxM2Config",
         {
@@ -122,7 +133,7 @@ SPECIAL_FAMILIES = {**EXPERT_FAMILIES, **HYBRID_FAMILIES, **WINDOWED_FAMILIES}
 # whose checkpoints Megatron-Bridge would read as another model, so that they do not say what they are
 UNDESCRIBED = (*HYBRID_FAMILIES, "moonlight")
 # whose in-process samples are compared: windows and sinks, narrow states, delta nets, norms behind blocks
-SAMPLED_FAMILIES = ("gpt_oss", "deepseek_v3", "moonlight", "qwen3_5_text", "gemma2", "gemma3_text")
+SAMPLED_FAMILIES = ("gpt_oss", "mimo_v2_flash", "deepseek_v3", "moonlight", "qwen3_5_text", "gemma2", "gemma3_text")
 LAYER_TYPES = {3: ["linear_attention", "full_attention", "linear_attention"]}
 LAYER_TYPES[4] = ["linear_attention", *LAYER_TYPES[3]]
 # ids 0 to 60, as in the golden rollouts; an odd number of layers

@@ -72,7 +72,7 @@ DENSE = ("qwen3_5_text", "gemma2", "gemma3_text")
 # what a family refuses: see test_refusals
 # the last one here only: Megatron makes YaRN's positions of a context rank in pinned memory, which needs CUDA
 IMPOSSIBLE = {
-    ("gpt_oss", "CP2"), ("deepseek_v3", "CP2"), ("gemma3_text", "CP2"),
+    ("gpt_oss", "CP2"), ("deepseek_v3", "CP2"), ("gemma3_text", "CP2"), ("mimo_v2_flash", "CP2"),
     *((family, layout) for family in DENSE for layout in ("EP2", "EP2 gathered")),
 }  # fmt: skip
 # experts need sequence parallelism with tensor parallelism
@@ -83,7 +83,7 @@ RUNS = [(family, layout) for family in SPECIAL_FAMILIES for layout in LAYOUTS if
 # every family and every layout
 QUICK = {
     ("olmoe", "PP2"), ("olmoe", "TP2 SP"), ("minimax_m2", "TP2 SP"), ("gpt_oss", "TP2 SP"), ("gpt_oss", "EP2 gathered"),
-    ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
+    ("mimo_v2_flash", "TP2 SP"), ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
     ("deepseek_v3", "TP2 SP"), ("deepseek_v3", "PP2"), ("glm4_moe_lite", "CP2"), ("moonlight", "TP2 SP"),
     ("qwen3_5_text", "CP2"), ("qwen3_5_text", "VPP"), ("qwen3_5_moe_text", "TP2 SP"), ("qwen3_next", "EP2"),
     ("gemma2", "CP2"), ("gemma3_text", "PP2"),

@@ -37,7 +37,7 @@ from nemo_oprd.megatron.experts import (
     use_padded_all_gather,
     use_routing_of,
 )
-from nemo_oprd.megatron.megatron_bridge import gemma
+from nemo_oprd.megatron.megatron_bridge import gemma, mimo
 from nemo_oprd.megatron.megatron_bridge.family import bridge_model, import_bridge
 from nemo_oprd.megatron.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
 from nemo_oprd.megatron.model import LAYERS_VARIABLE, ModelStage, NotBuilt, mark_parameters, norms_need_no_extra_state
@@ -309,6 +309,8 @@ def _build_chunk(
     if callable(block) and "pp_rank" in inspect.signature(block).parameters:
         # it would ask Megatron's global groups for the stage
         made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
+    if type(made).__name__ == mimo.PROVIDER:
+        made.transformer_layer_spec = mimo.layer_spec(role.member_groups.pp.rank())
     if type(made).__name__ == gemma.GEMMA2_PROVIDER:
         made.transformer_layer_spec = gemma.layer_spec
     if spec.latent is not None and not spec.latent.query_rank:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from nemo_oprd.megatron.megatron_bridge import mimo
 from nemo_oprd.megatron.megatron_bridge.gemma import windowed_layers
 from nemo_oprd.megatron.megatron_bridge.mappings import correct, shape_of, translate
 from nemo_oprd.megatron.megatron_bridge.provider_fields import REFUSED, changed, described
@@ -148,7 +149,10 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
             provider.linear_value_head_dim,
             provider.linear_conv_kernel_dim,
         )
-    if found.local_rope is not None:
+    if heads := mimo.layer_heads(provider):
+        parts["layer_heads"], parts["local_rope"], parts["window"] = heads, found.local_rope, provider.window_size
+        parts["windowed"] = tuple(map(bool, provider.hybrid_attention_pattern))
+    elif found.local_rope is not None:
         parts["local_rope"], parts["post_norms"] = found.local_rope, True
         parts["window"], parts["windowed"] = provider.window_size, windowed_layers(provider)
     elif getattr(provider, "window_size", None) is not None:
@@ -157,7 +161,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
     if hasattr(provider, "attn_logit_softcapping"):
         parts["attention_cap"] = float(provider.attn_logit_softcapping or 0)
         parts["output_cap"], parts["post_norms"] = provider.final_logit_softcapping or None, True
-    parts["sinks"] = getattr(provider, "softmax_type", "vanilla") == "learnable"
+    parts["sinks"] = bool(heads) or getattr(provider, "softmax_type", "vanilla") == "learnable"
     if provider.num_moe_experts:
         frequency = provider.moe_layer_freq
         sparse = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(layers)]
@@ -240,6 +244,8 @@ def _auto_bridge(hf_config: dict) -> Any:
     config = AutoConfig.for_model(**hf_config)
     if not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    if config.model_type == mimo.MODEL_TYPE:
+        mimo.add_published_keys(config, hf_config)
     if not AutoBridge.supports(config):
         raise ValueError(f"architectures={config.architectures!r} is not among its supported models")
     return AutoBridge.from_hf_config(config)

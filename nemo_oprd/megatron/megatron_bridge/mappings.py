@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_oprd.megatron.megatron_bridge.gemma import GEMMA3_PROVIDER as GEMMA3
 from nemo_oprd.megatron.megatron_bridge.gemma import windowed_layers
+from nemo_oprd.megatron.megatron_bridge.mimo import PROVIDER as MIMO
+from nemo_oprd.megatron.megatron_bridge.mimo import layer_heads
 from nemo_oprd.megatron.param_names import INPUT_NORM_OF_DELTA_NET, ROUTER_BIAS, TE_NAMES
 from nemo_oprd.models.architecture import (
     ColumnParallel,
@@ -80,6 +82,11 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
                 f"layer_types={kinds} but Megatron-Bridge gives all layers windows except those whose number is a "
                 f"multiple of {sum(provider.interleaved_attn_pattern)}; expected these: choose another model"
             )
+    elif type(provider).__name__ == MIMO:
+        assert local is not None
+        provider.rotary_base = (local.theta, rope.theta)
+        # 0.6.2 takes a token for itself from the number of tokens before it
+        provider.window_size = complete["sliding_window"]
     elif kinds and getattr(provider, "window_size", None) is not None:
         # 0.6.2 says in the families' code which layers have windows
         provider.window_size = (complete["sliding_window"] - 1, 0)
@@ -273,7 +280,7 @@ def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMappin
     Raises:
         ValueError: a tensor has no mapping, or one without a counterpart here.
     """
-    found: dict[str, ParamMapping] = {}
+    found: dict[str, list[ParamMapping]] = {}
     known: set[tuple[str, int]] = set()  # HF names, before the layer is filled in, with the layer
     for theirs in registry:
         megatron, hf = _names(theirs)
@@ -288,16 +295,28 @@ def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMappin
         if not here:
             continue
         known.update((name, layer) for name in hf for layer in here)
-        layers = None if len(here) == provider.num_layers or _LAYER not in megatron else here
-        found[megatron] = ParamMapping(megatron, hf, _form(theirs, megatron, provider), layers=layers)
-    lost = sorted(set(shapes) ^ _covered(found, provider, shapes))
+        found[megatron] = [
+            ParamMapping(megatron, hf, form, layers=layers if _LAYER in megatron else None)
+            for form, layers in _forms(theirs, megatron, provider, here)
+        ]
+    mappings = [mapping for same in found.values() for mapping in same]
+    lost = sorted(set(shapes) ^ _covered(mappings, provider, shapes))
     if lost or not set(_HF_NAMES) - {"output_layer.weight"} <= set(found):
         raise ValueError(
             f"Megatron-Bridge's mappings and the model differ in {len(lost) or 1} tensors, such as "
             f"{(lost or ['the embedding'])[0]!r}; expected a mapping for each: use a version of Megatron-Bridge that "
             "has them, or another model"
         )
-    return tuple(found.values())
+    return tuple(mappings)
+
+
+def _forms(theirs: Any, megatron: str, provider: Any, here: frozenset[int]) -> list[tuple[Form, frozenset[int] | None]]:
+    """(A form, the layers of `here` that have it; None: all layers of the model) of one of their mappings."""
+    heads = layer_heads(provider)
+    if not heads or not megatron.endswith(".linear_qkv.weight"):
+        return [(_form(theirs, megatron, provider), None if len(here) == provider.num_layers else here)]
+    kinds = dict.fromkeys(heads[layer] for layer in sorted(here))
+    return [(GroupedQKV(kind), frozenset(layer for layer in here if heads[layer] == kind)) for kind in kinds]
 
 
 def _layers_with(megatron: str, provider: Any) -> list[int]:
@@ -323,10 +342,10 @@ def shape_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
     return (rows if half is None else rows // 2, columns)
 
 
-def _covered(found: dict[str, ParamMapping], provider: Any, shapes: Shapes) -> set[str]:
+def _covered(mappings: Sequence[ParamMapping], provider: Any, shapes: Shapes) -> set[str]:
     """The names of transformers' tensors that the mappings have."""
     covered = set()
-    for mapping in found.values():
+    for mapping in mappings:
         for template in mapping.hf:
             for layer in mapping.layers or range(provider.num_layers):
                 name = stacked_part(template.format(layer=layer, expert=0))[0]

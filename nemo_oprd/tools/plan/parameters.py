@@ -54,10 +54,13 @@ def attention_parameters(spec: ModelSpec, layer: int) -> AttentionParameters:
         )
         split = spec.num_heads * (up + latent.value * d)
         return AttentionParameters(split, down + latent.query_rank + latent.key_rank, split + down)
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    products = (q * (3 if spec.output_gate else 2) + 2 * kv) * d
-    split = products + (q + 2 * kv if spec.qkv_bias else 0) + (spec.num_heads if spec.sinks else 0)
-    norms = 0 if not spec.qk_norm else q + kv if spec.whole_qk_norm else 2 * spec.head_dim
+    heads = spec.heads(layer)
+    q, k, v = spec.num_heads * heads.channels, heads.kv * heads.channels, heads.kv * heads.value_channels
+    products = (q * (2 if spec.output_gate else 1) + k + v + spec.num_heads * heads.value_channels) * d
+    # of layers with heads of their own, those with windows have the term in the softmax
+    sinks = spec.sinks and (not spec.layer_heads or spec.windowed[layer - 1])
+    split = products + (q + k + v if spec.qkv_bias else 0) + (spec.num_heads if sinks else 0)
+    norms = 0 if not spec.qk_norm else q + k if spec.whole_qk_norm else 2 * heads.channels
     return AttentionParameters(split, norms + (d if spec.proj_bias else 0), products)
 
 
@@ -73,7 +76,10 @@ def attention_flops(spec: ModelSpec, layer: int, length: float, *, causal: bool 
         state = 6.0 * delta.key_channels * delta.value_channels  # read twice and corrected
         within = 4.0 * _CHUNK * (delta.key_channels + delta.value_channels)
         return delta.value_heads * (state + within)
-    channels = 2 * spec.head_dim if spec.latent is None else spec.rotary_dim + spec.latent.plain + spec.latent.value
+    heads = spec.heads(layer)
+    channels = heads.channels + heads.value_channels
+    if spec.latent is not None:
+        channels = spec.rotary_dim + spec.latent.plain + spec.latent.value
     seen = length * (0.5 if causal else 1.0)
     if spec.windowed and spec.windowed[layer - 1] and spec.window is not None and spec.window < length and causal:
         seen = spec.window * (1.0 - 0.5 * spec.window / length)
