@@ -182,6 +182,23 @@ def make_models(directory: str, families: list[str]) -> None:
                 if name.endswith("e_score_correction_bias"):
                     torch.nn.init.normal_(buffer, std=0.2)
             model.save_pretrained(Path(directory) / family / role)
+            if (family, role) == ("mimo_v2_flash", "student"):
+                as_published(Path(directory) / family / role / "config.json")
+
+
+def as_published(file: Path) -> None:
+    """Adds the keys that the makers of MiMo-V2-Flash have in config.json, which transformers leaves out."""
+    config = json.loads(file.read_text())
+    ropes = config["rope_parameters"]
+    keys = {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config["layer_types"]],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config["mlp_layer_types"]],
+        "rope_theta": ropes["full_attention"]["rope_theta"], "partial_rotary_factor": 0.334,
+        "swa_rope_theta": ropes["sliding_attention"]["rope_theta"], "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_v_head_dim": 16, "scoring_func": "sigmoid",
+        "layernorm_epsilon": config["rms_norm_eps"], "sliding_window_size": config["sliding_window"] - 1,
+    }  # fmt: skip
+    file.write_text(json.dumps(config | keys))
 
 
 def make_toy_models(directory: str, family: str, vocabulary: int, end: int) -> None:
