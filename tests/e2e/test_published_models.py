@@ -85,11 +85,6 @@ def test_what_a_quantised_release_says(rows: list[dict[str, Any]]) -> None:
 
 
 def _is_quantised_by_its_makers(name: str) -> bool:
-    makers = (
-        "deepseek-ai--DeepSeek-V3",
-        "deepseek-ai--DeepSeek-R1",
-        "moonshotai--Kimi-K2",
-        "MiniMaxAI--MiniMax-M2",
-        "Xiaomi",
-    )
+    of_deepseek = "deepseek-ai--DeepSeek-V3", "deepseek-ai--DeepSeek-R1", "moonshotai--Kimi-K2"
+    makers = (*of_deepseek, "MiniMaxAI--MiniMax-M2", "XiaomiMiMo--MiMo-V2-Flash")
     return name.startswith(makers)
