@@ -23,6 +23,7 @@ from tests.support import known_sums as doctor_models
 
 CHECKS = [
     "settings",
+    "templates",  # a prompt as it is rendered
     "student's weights",
     "stop ids",
     "templates",
