@@ -21,9 +21,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -380,14 +378,40 @@ class NormOfAllHeads(torch.nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[s, B, heads here, C] -> the same shape and dtype; the norm is computed in float32."""
+        weight = self.weight.narrow(0, self.start, states.shape[2:].numel())
+        normed: torch.Tensor = _NormOverRanks.apply(states, weight, self.group, self.width * self.copies, self.eps)
+        return normed
+
+
+class _NormOverRanks(torch.autograd.Function):
+    """The norm of `NormOfAllHeads`, which keeps its input and a number per token for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, width: int, eps: float
+    ) -> torch.Tensor:
         flat = states.float().flatten(2)
-        squares = flat.square().sum(-1, keepdim=True)
-        # the sum depends on all ranks' heads, and all ranks' outputs depend on the sum
-        squares = copy_to_tensor_model_parallel_region(squares, self.group)
-        squares = reduce_from_tensor_model_parallel_region(squares, self.group)
-        normed = flat * torch.rsqrt(squares / (self.width * self.copies) + self.eps)
-        weight = self.weight.narrow(0, self.start, flat.shape[-1])
-        return (weight * normed.to(states.dtype)).view(states.shape)
+        scale = _sum_over_ranks(flat.square().sum(-1, keepdim=True), group).div_(width).add_(eps).rsqrt_()
+        ctx.save_for_backward(states, weight, scale)
+        ctx.group, ctx.width = group, width
+        return (weight * (flat * scale).to(states.dtype)).view(states.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, scale = ctx.saved_tensors
+        flat, gradient = states.float().flatten(2), gradients[0].flatten(2)
+        of_weight = (gradient * (flat * scale).to(states.dtype)).sum((0, 1), dtype=torch.float)
+        gradient = gradient.float() * weight.float()
+        # the scale depends on all ranks' heads, and all ranks' outputs depend on the scale
+        products = _sum_over_ranks((gradient * flat).sum(-1, keepdim=True), ctx.group)
+        of_states = gradient * scale - flat * (products * scale**3 / ctx.width)
+        return of_states.to(states.dtype).view(states.shape), of_weight.to(weight.dtype), None, None, None
+
+
+def _sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 # Megatron's class is named again, so that the test of calls into Megatron compares what `super()` calls

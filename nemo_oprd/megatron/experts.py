@@ -196,12 +196,12 @@ def use_padded_all_gather(chunk: torch.nn.Module, groups: Any) -> None:
             )
 
 
-def use_routing_of(chunk: torch.nn.Module, experts: Experts) -> None:
-    """Makes the routers of a model that Megatron-Bridge has built route as `Router`."""
+def use_routing_of(chunk: torch.nn.Module, experts: Experts, kind: type[Router] = Router) -> None:
+    """Makes the routers of a model that Megatron-Bridge has built route as a `kind` of `Router`."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             router: Any = module.router
-            router.__class__, router.rule = Router, experts
+            router.__class__, router.rule = kind, experts
 
 
 def release_weights_after_forward(chunk: torch.nn.Module) -> None:

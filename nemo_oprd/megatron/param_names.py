@@ -23,6 +23,8 @@ TE_NAMES = {
 INPUT_NORM_OF_DELTA_NET = "self_attention.in_proj.layer_norm_weight"
 # added to a router's scores before it chooses experts; no gradient reaches it, and training leaves it as it is
 ROUTER_BIAS = "mlp.router.expert_bias"
+# multiplies a layer's output; a buffer of Gemma 4, which training leaves as it is
+LAYER_SCALE = "layer_scalar"
 _TE_TO_LOCAL = {te: local for local, te in TE_NAMES.items()}
 # an expert's parameter in Megatron's sequential experts, or in Transformer Engine's grouped ones
 _EXPERT = re.compile(
@@ -52,12 +54,12 @@ def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter
 
 
 def named_weights(chunks: Sequence[GPTModel]) -> dict[str, Any]:
-    """As `named_parameters`, and the routers' biases, which are buffers: weights that a checkpoint has."""
+    """As `named_parameters`, and the buffers that a checkpoint has: routers' biases, scales of layers."""
     biases = {
         local_name(chunk, name): buffer
         for chunk in chunks
         for name, buffer in chunk.named_buffers()
-        if name.endswith(ROUTER_BIAS) and buffer is not None
+        if name.endswith((ROUTER_BIAS, LAYER_SCALE)) and buffer is not None
     }
     return {**named_parameters(chunks), **biases}
 

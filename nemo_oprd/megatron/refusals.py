@@ -113,14 +113,21 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     if spec.latent is not None and len(model.decoder.layers):  # each layer has its own
         rotary = model.decoder.layers[0].self_attention.rotary_pos_emb
-    _check_frequencies(model, rotary, spec, spec.rope)
+    _check_frequencies(model, rotary, spec.rope, _rotated_channels(spec, windowed=False))
     if spec.local_rope is not None:
-        _check_frequencies(model, rotary.rope_local, spec, spec.local_rope)
+        _check_frequencies(model, rotary.rope_local, spec.local_rope, _rotated_channels(spec, windowed=True))
 
 
-def _check_frequencies(model: Any, rotary: Any, spec: ModelSpec, rope: Rope) -> None:
+def _rotated_channels(spec: ModelSpec, *, windowed: bool) -> int:
+    """The channels of a head of layers with or without windows, of which RoPE rotates its share."""
+    if spec.layer_heads:
+        return spec.layer_heads[spec.windowed.index(windowed)].channels
+    return spec.rotary_dim
+
+
+def _check_frequencies(model: Any, rotary: Any, rope: Rope, channels: int) -> None:
     """Raises ValueError unless `rotary`, a rotary embedding of `model`, has the frequencies of `rope`."""
-    expected = rope.frequencies(spec.rotary_dim)
+    expected = rope.frequencies(channels)
     kind = getattr(model, "position_embedding_type", None)
     if expected.switch is not None or kind not in ("rope", "yarn") or getattr(rotary, "inv_freq", None) is None:
         raise ValueError(

@@ -92,11 +92,15 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Heads:
-    """The key/value heads of a layer's attention, and the channels of its keys (and queries) and values."""
+    """The key/value heads of a layer's attention, and the channels of its keys (and queries) and values.
+
+    `tied` says whether the values are the keys, each with a norm of its own, so that one projection makes both.
+    """
 
     kv: int
     channels: int
     value_channels: int
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -367,6 +371,18 @@ class GroupedQKV(Form):
         per_group = (spec.num_heads // heads.kv * heads.channels, heads.channels, heads.value_channels)
         parts = tensor.reshape(heads.kv, sum(per_group), *rest).split(per_group, dim=1)
         return tuple(part.reshape(-1, *rest) for part in parts)
+
+
+class TiedGroupedQKV(GroupedQKV):
+    """q, k -> as `GroupedQKV`, with the rows of k for those of v, which nothing reads."""
+
+    def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+        """(q, k) -> interleaved by group."""
+        return super().join((*tensors, tensors[1]), spec)
+
+    def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
+        """Interleaved by group -> (q, k)."""
+        return super().split_to_hf(tensor, spec)[:2]
 
 
 class GateUp(Form):

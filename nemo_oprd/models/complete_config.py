@@ -15,6 +15,7 @@ _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "kimi_k25": "DeepseekV3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "qwen3_vl": "Qwen3ForCausalLM",
     "qwen3_vl_moe": "Qwen3MoeForCausalLM",
 }
@@ -36,7 +37,10 @@ _OF_WHOLE = "tie_word_embeddings"
 _DIFFERING = ("bos_token_id", "eos_token_id", "pad_token_id", "auto_map")
 _PREFIX, _INNER, _OUTER = "model.", "model.language_model.", "language_model."
 # the names of tensors that are left out begin so
-LEFT_OUT = ("model.visual.", "mtp.", "vision_tower.", "mm_projector.", "model.mtp_layers.")
+LEFT_OUT = (
+    "model.visual.", "model.vision_tower.", "model.embed_vision.", "mtp.", "vision_tower.", "mm_projector.",
+    "model.mtp_layers.",
+)  # fmt: skip
 
 
 def language_model_config(hf_config: dict, source: str) -> dict:

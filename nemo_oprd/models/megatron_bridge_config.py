@@ -49,6 +49,8 @@ def not_described(spec: ModelSpec) -> str | None:
         return "gated delta nets, whose norms have another weight in checkpoints of Megatron-Bridge"
     if spec.latent is not None:
         return "queries without a narrow state (q_lora_rank=null), whose input Megatron-Bridge's model would norm again"
+    if any(heads.tied for heads in spec.layer_heads):
+        return "attention whose keys are its values, which Megatron-Bridge does not read from its own description"
     rope = spec.rope
     if rope.kind == "longrope":
         return "RoPE of type longrope"

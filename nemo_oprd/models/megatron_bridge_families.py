@@ -62,6 +62,12 @@ KINDS: dict[str, Kind] = {
         frozenset(("sliding-window attention", "capped attention logits", "capped output logits")),
         refused="attention to later tokens",
     ),
+    "gemma4_text": Kind(
+        "TP2+SP, PP2, EP2, full recompute",
+        frozenset((_EXPERTS, "sliding-window attention", "capped output logits")),
+        ("default", "proportional"),
+        f"models without experts; context parallelism; {_ROUTERS}; vision towers",
+    ),
     "olmoe": Kind(_SPARSE, frozenset((_EXPERTS,)), refused=_ROUTERS),
     "minimax_m2": Kind(_SPARSE, frozenset((_EXPERTS,)), refused=f"{_ROUTERS}; multi-token prediction is left out"),
     "gpt_oss": Kind(
@@ -86,6 +92,5 @@ KINDS: dict[str, Kind] = {
 }
 # families that people ask for -> why Megatron-Bridge's model of them is refused
 REFUSED_FAMILIES = {
-    "gemma4_text": "heads of several sizes, which Megatron-Bridge 0.6.2 cannot describe",
     "nemotron_h": "layers of different kinds",
 }

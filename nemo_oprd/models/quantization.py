@@ -205,18 +205,24 @@ _COMPRESSED_FORMATS = {
     "pack-quantized": ({"num_bits": 4, "type": "int", "symmetric": True}, ("channel", "group"), "INT4"),
 }
 
+# orders of columns for which groups are neighbours
+_ORDERED = (None, False, "weight", "static")
+
 
 def _compressed(settings: dict) -> Quantization | None:
     """The format of compressed-tensors, if all groups of layers have one that is read, with columns in their order."""
     known, groups = _COMPRESSED_FORMATS.get(str(settings.get("format"))), settings.get("config_groups")
     if known is None or not isinstance(groups, Mapping) or not groups:
         return None
+    rotations = settings.get("transform_config")
+    if isinstance(rotations, Mapping) and rotations.get("config_groups"):
+        return None  # the weights are rotated
     expected, strategies, label = known
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping) or any(weights.get(key) != value for key, value in expected.items()):
             return None
-        if weights.get("strategy") not in strategies or weights.get("actorder") == "group":
+        if weights.get("strategy") not in strategies or weights.get("actorder") not in _ORDERED:
             return None
     return Quantization(SCALED, label=f"compressed-tensors' {label}")
 

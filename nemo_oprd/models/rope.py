@@ -31,7 +31,9 @@ _SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor", _ORIGINAL), ("factor", "attention_factor")),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
 }
-KINDS = tuple(_SETTINGS)
+KINDS = tuple(_SETTINGS)  # of this project's own families
+# all channels are rotated, those beyond the share by no angle
+_SETTINGS["proportional"] = ((), ())
 # of every kind; those of several position axes (of pictures) have no effect on text, whose axes all count the tokens
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _AXES = {"mrope_section", "mrope_interleaved"}

@@ -88,10 +88,11 @@ def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
 
 def layer_weights(spec: ModelSpec) -> float:
     """Counts the weights in the layers of a model, without biases and norms."""
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     experts = spec.experts
     total = 0.0
     for layer in range(1, spec.num_layers + 1):
+        heads = spec.heads(layer)
+        attention = spec.hidden_size * (heads.channels + heads.value_channels) * (spec.num_heads + heads.kv)
         ffn = experts.count * experts.ffn_size if experts and spec.is_sparse(layer) else spec.ffn_size
         total += attention + (3 if spec.gated else 2) * spec.hidden_size * ffn
     return total

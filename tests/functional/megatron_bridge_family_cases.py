@@ -114,6 +114,15 @@ WINDOWED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "global_head_dim": 32,
+            "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 4, "enable_moe_block": True,
+            "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
+        },
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         {
@@ -129,11 +138,22 @@ WINDOWED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OWN_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {"qwen2": ("Qwen2Config", {"hidden_size": 48})}
 # families with models of six and seven layers
 DEEP_FAMILIES = ("gemma3_text",)
+# the last layer of Gemma 4 has no window, and Megatron-Bridge repeats a pattern
+TEACHER_LAYERS = {"gemma4_text": 6}
 SPECIAL_FAMILIES = {**EXPERT_FAMILIES, **HYBRID_FAMILIES, **WINDOWED_FAMILIES}
 # whose checkpoints Megatron-Bridge would read as another model, so that they do not say what they are
-UNDESCRIBED = (*HYBRID_FAMILIES, "moonlight")
+UNDESCRIBED = (*HYBRID_FAMILIES, "moonlight", "gemma4_text")
 # whose in-process samples are compared: windows and sinks, narrow states, delta nets, norms behind blocks
-SAMPLED_FAMILIES = ("gpt_oss", "mimo_v2_flash", "deepseek_v3", "moonlight", "qwen3_5_text", "gemma2", "gemma3_text")
+SAMPLED_FAMILIES = (
+    "gemma4_text",
+    "gpt_oss",
+    "mimo_v2_flash",
+    "deepseek_v3",
+    "moonlight",
+    "qwen3_5_text",
+    "gemma2",
+    "gemma3_text",
+)
 LAYER_TYPES = {3: ["linear_attention", "full_attention", "linear_attention"]}
 LAYER_TYPES[4] = ["linear_attention", *LAYER_TYPES[3]]
 # ids 0 to 60, as in the golden rollouts; an odd number of layers
@@ -165,9 +185,11 @@ def make_models(directory: str, families: list[str]) -> None:
     for family in families:
         config, settings = {**FAMILIES, **SPECIAL_FAMILIES, **OWN_FAMILIES}[family]
         depth = 6 if family in DEEP_FAMILIES else 3
-        for role, layers in (("student", depth), ("teacher", depth + 1)):
+        for role, layers in (("student", depth), ("teacher", TEACHER_LAYERS.get(family, depth + 1))):
             torch.manual_seed(layers + SEEDS.get(family, {}).get(role, 0))
             kinds = {"layer_types": LAYER_TYPES[layers]} if family in HYBRID_FAMILIES else {}
+            if family == "gemma4_text":
+                kinds = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3)}
             made = getattr(transformers, config)(**COMMON | settings | kinds, num_hidden_layers=layers)
             model = transformers.AutoModelForCausalLM.from_config(made)
             for name, parameter in model.named_parameters():

@@ -1,9 +1,10 @@
 """Families with special parts that only Megatron-Bridge has, in this project's loop (`provider=bridge`), on CPUs.
 
-OLMoE, gpt-oss, GLM 4.5, DeepSeek-V3, Moonlight and GLM 4.7 Flash (experts), Qwen3.5 and Qwen3-Next (gated delta nets),
-Gemma 2 and Gemma 3 (windows), tiny and random. As for the dense families (test_megatron_bridge_families.py): losses and
-all gradients against plain Hugging Face models in float64, resuming at another layout, conversion bit for bit, a
-student of another family behind a bridge; and what Megatron-Bridge would build wrongly without an error is refused.
+OLMoE, gpt-oss, GLM 4.5, MiniMax M2, MiMo-V2-Flash, DeepSeek-V3, Moonlight and GLM 4.7 Flash (experts), Qwen3.5 and
+Qwen3-Next (gated delta nets), Gemma 2, 3 and 4 (windows), tiny and random. As for the dense families
+(test_megatron_bridge_families.py): losses and all gradients against plain Hugging Face models in float64, resuming at
+another layout, conversion bit for bit, a student of another family behind a bridge; and what Megatron-Bridge would
+build wrongly without an error is refused.
 
 Routers choose between experts and softmaxes cancel, so float32 itself deviates more in some of these models: the limit
 is 1.5 times what transformers in float32 deviates from transformers in float64, but at least that of dense families.
@@ -73,6 +74,7 @@ DENSE = ("qwen3_5_text", "gemma2", "gemma3_text")
 # the last one here only: Megatron makes YaRN's positions of a context rank in pinned memory, which needs CUDA
 IMPOSSIBLE = {
     ("gpt_oss", "CP2"), ("deepseek_v3", "CP2"), ("gemma3_text", "CP2"), ("mimo_v2_flash", "CP2"),
+    ("gemma4_text", "CP2"), ("gemma4_text", "VPP"),
     *((family, layout) for family in DENSE for layout in ("EP2", "EP2 gathered")),
 }  # fmt: skip
 # experts need sequence parallelism with tensor parallelism
@@ -83,7 +85,7 @@ RUNS = [(family, layout) for family in SPECIAL_FAMILIES for layout in LAYOUTS if
 # every family and every layout
 QUICK = {
     ("olmoe", "PP2"), ("olmoe", "TP2 SP"), ("minimax_m2", "TP2 SP"), ("gpt_oss", "TP2 SP"), ("gpt_oss", "EP2 gathered"),
-    ("mimo_v2_flash", "TP2 SP"), ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
+    ("mimo_v2_flash", "TP2 SP"), ("gemma4_text", "TP2 SP"), ("glm4_moe", "EP2"), ("glm4_moe", "TP2 SP"),
     ("deepseek_v3", "TP2 SP"), ("deepseek_v3", "PP2"), ("glm4_moe_lite", "CP2"), ("moonlight", "TP2 SP"),
     ("qwen3_5_text", "CP2"), ("qwen3_5_text", "VPP"), ("qwen3_5_moe_text", "TP2 SP"), ("qwen3_next", "EP2"),
     ("gemma2", "CP2"), ("gemma3_text", "PP2"),
@@ -246,7 +248,7 @@ def test_training_resumes_at_another_layout(
     assert set(whole) == set(parts) == set(before)
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-        fixed = name.endswith("e_score_correction_bias")  # the routers' biases are not trained
+        fixed = name.endswith(("e_score_correction_bias", "layer_scalar"))  # buffers, which are not trained
         assert torch.equal(tensor, before[name]) == fixed, name
     lines = [json.loads(line) for line in (trained / f"{family}-whole" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 4 and lines[3]["rep/loss"] < lines[0]["rep/loss"]
@@ -427,6 +429,8 @@ WRONG_CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["full_attention", *["sliding_attention"] * 5]},
         "a multiple of 6; expected",
     ),
+    "no experts": ("gemma4_text", {"enable_moe_block": False}, "a Gemma 4 without experts, which Megatron-Bridge"),
+    "bounded queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0, which Megatron-Bridge leaves out"),
     "keys of its makers": (
         "mimo_v2_flash",
         {"swa_rope_theta": 3.0},

@@ -32,6 +32,7 @@ from nemo_oprd.megatron.adopt import adopt
 from nemo_oprd.megatron.attention import CappedAttention, NormOfAllHeads, ReplicatedKVAttention
 from nemo_oprd.megatron.delta_net import use_torch_kernels
 from nemo_oprd.megatron.experts import (
+    Router,
     expert_settings,
     release_weights_after_forward,
     use_padded_all_gather,
@@ -129,6 +130,12 @@ class ProvidedModel(ModelStage):
         embedded, rotary = prepared[:2]
         # Gemma 3 has those of two kinds of layers, in a further dimension; with CUDA, Megatron would wait for the
         # device once per sequence and layer to use them
+        if isinstance(rotary, tuple):  # Gemma 4's angles of two kinds of layers have different numbers of channels
+            by_token = rotary[0].device.type == "cpu" and not self.config.apply_rope_fusion
+            sequences.rotations = tuple(
+                _of_every_token(each, sequences.cu_seqlens_q) if by_token else each for each in rotary
+            )
+            rotary = None
         one_rotation = rotary is not None and rotary.dim() == 4 and not self.config.apply_rope_fusion
         if one_rotation and rotary.device.type == "cpu":
             rotary = _of_every_token(rotary, sequences.cu_seqlens_q)
@@ -300,6 +307,8 @@ def _build_chunk(
         **chunk_training({name: value for name, value in training.items() if value is not None}, len(span.layers)),
         "vocab_size": spec.padded_vocab(layout.tensor),
         "seq_length": spec.max_positions,
+        # layers of several shapes are stored one by one
+        **({"hetereogenous_dist_checkpoint": True} if spec.layer_heads else {}),
     }
     for name, value in settings.items():
         if hasattr(made, name):
@@ -309,6 +318,9 @@ def _build_chunk(
     if callable(block) and "pp_rank" in inspect.signature(block).parameters:
         # it would ask Megatron's global groups for the stage
         made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
+    is_gemma4 = type(made).__name__ == gemma.GEMMA4_PROVIDER
+    if is_gemma4:
+        made.transformer_layer_spec = gemma.layer_spec4(role.member_groups.pp.rank())
     if type(made).__name__ == mimo.PROVIDER:
         made.transformer_layer_spec = mimo.layer_spec(role.member_groups.pp.rank())
     if type(made).__name__ == gemma.GEMMA2_PROVIDER:
@@ -318,7 +330,10 @@ def _build_chunk(
     made.finalize()
     where = span.first, span.last, span.virtual_stage(layout)
     is_gemma3 = type(made).__name__ == gemma.GEMMA3_PROVIDER
-    model = gemma.provide(made, role, *where) if is_gemma3 else made.provide(*where)
+    if is_gemma4:
+        model = gemma.provide4(made, role, *where)
+    else:
+        model = gemma.provide(made, role, *where) if is_gemma3 else made.provide(*where)
     _check_attention(model, type(made).__name__)
     model.vp_stage = span.virtual_stage(layout)
     return model
@@ -358,7 +373,8 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
     if spec.post_norms:
         gemma.set_epsilon_of_post_norms(model)
     if spec.experts is not None:
-        use_routing_of(model, spec.experts)
+        scaled = any(hasattr(layer.mlp, "post_moe_layernorm") for layer in model.decoder.layers)
+        use_routing_of(model, spec.experts, gemma.ScaledRouter if scaled else Router)
         if role.layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         release_weights_after_forward(model)
@@ -367,7 +383,7 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
 def _norm_all_heads(model: Any, spec: ModelSpec, role: Role) -> None:
     """Exchanges the norms of queries and keys for those that sum over the tensor ranks of their own role.
 
-    Megatron-Bridge 0.6.2 sums in the process's global group without a gradient (MiniMax M2), or norms what a rank has
+    Megatron-Bridge 0.6.2 sums in the process's global group without a gradient (MiniMax M2), or has no norm over ranks
     (OLMoE, by an attention class of its own that nothing else needs).
     """
     for layer in model.decoder.layers:

@@ -18,10 +18,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.megatron.megatron_bridge import mimo
+from nemo_oprd.megatron.megatron_bridge import gemma, mimo
 from nemo_oprd.megatron.megatron_bridge.gemma import windowed_layers
 from nemo_oprd.megatron.megatron_bridge.mappings import correct, shape_of, translate
 from nemo_oprd.megatron.megatron_bridge.provider_fields import REFUSED, changed, described
+from nemo_oprd.megatron.param_names import LAYER_SCALE
 from nemo_oprd.models import FAMILIES, read_hf_config
 from nemo_oprd.models.architecture import (
     DeltaNet,
@@ -71,10 +72,12 @@ class BridgeFamily(Family):
 
         None with delta nets: Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold
         the weight itself, because the difference is not exact in bfloat16, and no field says so. None with latent
-        attention whose queries have no narrow state, either: Megatron-Bridge builds another model of it.
+        attention whose queries have no narrow state, either: Megatron-Bridge builds another model of it; and of Gemma
+        4, whose description it writes and does not read.
         """
         direct = spec.latent is not None and not spec.latent.query_rank
-        return None if spec.delta is not None or direct else described(bridge_model(spec.hf_config).provider)
+        other = spec.delta is not None or direct or any(heads.tied for heads in spec.layer_heads)
+        return None if other else described(bridge_model(spec.hf_config).provider)
 
 
 def bridge_family(directory: str | Path) -> BridgeFamily | None:
@@ -151,7 +154,11 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
         )
     if heads := mimo.layer_heads(provider):
         parts["layer_heads"], parts["local_rope"], parts["window"] = heads, found.local_rope, provider.window_size
-        parts["windowed"] = tuple(map(bool, provider.hybrid_attention_pattern))
+        gemma4 = type(provider).__name__ == gemma.GEMMA4_PROVIDER
+        parts["windowed"] = windowed_layers(provider) if gemma4 else tuple(map(bool, provider.hybrid_attention_pattern))
+        parts["sinks"] = not gemma4
+        if gemma4:
+            parts["output_cap"], parts["post_norms"] = provider.final_logit_softcapping or None, True
     elif found.local_rope is not None:
         parts["local_rope"], parts["post_norms"] = found.local_rope, True
         parts["window"], parts["windowed"] = provider.window_size, windowed_layers(provider)
@@ -161,13 +168,14 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
     if hasattr(provider, "attn_logit_softcapping"):
         parts["attention_cap"] = float(provider.attn_logit_softcapping or 0)
         parts["output_cap"], parts["post_norms"] = provider.final_logit_softcapping or None, True
-    parts["sinks"] = bool(heads) or getattr(provider, "softmax_type", "vanilla") == "learnable"
+    parts.setdefault("sinks", getattr(provider, "softmax_type", "vanilla") == "learnable")
     if provider.num_moe_experts:
         frequency = provider.moe_layer_freq
         sparse = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(layers)]
         score, normalized = provider.moe_router_score_function, bool(found.complete.get("norm_topk_prob", False))
-        if "delta" in parts or score == "sigmoid":
-            # transformers' is the softmax or sigmoid of all; Qwen3.5 and MiniMax M2 have no setting and always divide
+        if "delta" in parts or heads or score == "sigmoid":
+            # transformers' is the softmax or sigmoid of all; Qwen3.5, Gemma 4 and MiniMax M2 have no setting and always
+            # divide
             normalized = found.complete.get("norm_topk_prob", True)
         elif score == "softmax" and not provider.moe_router_pre_softmax:
             score = "softmax_of_chosen"
@@ -191,6 +199,11 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
     """Reads a config.json with Megatron-Bridge and transformers. Raises ValueError as `bridge_family`."""
     read_quantization(hf_config, source)
+    if hf_config.get("model_type") == gemma.GEMMA4_TYPE and not hf_config.get("enable_moe_block"):
+        raise ValueError(
+            f"{source}: a Gemma 4 without experts, which Megatron-Bridge 0.6.2 builds for one pipeline stage and "
+            "without packed sequences; expected one with experts (enable_moe_block=true): choose another model"
+        )
     try:
         return _bridge_model(json.dumps(unquantized(hf_config), sort_keys=True))
     except ValueError as error:
@@ -200,11 +213,11 @@ def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
 @lru_cache(maxsize=16)
 def _bridge_model(text: str) -> BridgeModel:
     hf_config = json.loads(text)
-    bridge = _described("Megatron-Bridge has no bridge for the model", lambda: _auto_bridge(hf_config))
+    bridge, config = _described("Megatron-Bridge has no bridge for the model", lambda: _auto_bridge(hf_config))
     provider = _described(
         "Megatron-Bridge cannot describe the model", lambda: bridge.to_megatron_provider(load_weights=False)
     )
-    complete = bridge.hf_pretrained.to_dict()
+    complete = config.to_dict()
     model_type = hf_config["model_type"]
     refuse_unsupported(provider, model_type)
     head_dim = provider.kv_channels or provider.hidden_size // provider.num_attention_heads
@@ -216,10 +229,11 @@ def _bridge_model(text: str) -> BridgeModel:
         complete, _SOURCE.removesuffix(": "), head_dim=head_dim, kinds=kinds, partial=True, axes=axes
     )
     correct(provider, complete, rope, local)
-    model = _described("transformers cannot build the model", lambda: _empty_model(bridge.hf_pretrained))
-    _check_same_computation(provider, model, bridge.hf_pretrained.architectures)
+    model = _described("transformers cannot build the model", lambda: _empty_model(config))
+    _check_same_computation(provider, model, config.architectures)
     latent = _check_norms(provider, model)
-    stored = {*dict(model.named_parameters()), *(name for name, _ in model.named_buffers() if name.endswith(_BIAS))}
+    buffers = (name for name, _ in model.named_buffers() if name.endswith((_BIAS, LAYER_SCALE)))
+    stored = {*dict(model.named_parameters()), *buffers}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in stored}
     mappings = translate(bridge._model_bridge.mapping_registry(), provider, shapes)
     return BridgeModel(provider, complete, rope=rope, shapes=shapes, latent=latent, mappings=mappings, local_rope=local)
@@ -237,7 +251,8 @@ def _described(problem: str, compute: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _auto_bridge(hf_config: dict) -> Any:
+def _auto_bridge(hf_config: dict) -> tuple[Any, Any]:
+    """(Megatron-Bridge's bridge of the model, transformers' config of it)."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     AutoBridge = import_bridge("provider=bridge")
@@ -248,7 +263,8 @@ def _auto_bridge(hf_config: dict) -> Any:
         mimo.add_published_keys(config, hf_config)
     if not AutoBridge.supports(config):
         raise ValueError(f"architectures={config.architectures!r} is not among its supported models")
-    return AutoBridge.from_hf_config(config)
+    described = gemma.as_published(config) if config.model_type == gemma.GEMMA4_TYPE else config
+    return AutoBridge.from_hf_config(described), config
 
 
 def _empty_model(config: Any) -> Any:

@@ -9,10 +9,15 @@ In Gemma 3, Megatron-Bridge differs from transformers, or allows no second model
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
+
 from nemo_oprd.megatron.attention import CappedAttention
+from nemo_oprd.megatron.experts import Router
 from nemo_oprd.megatron.parallel import Role
+from nemo_oprd.models.architecture import Heads
 
 # Gemma 2: this project replaces its attention in Megatron-Bridge 0.6.2 (`Gemma2DotProductAttention`) by its own.
 #
@@ -68,11 +73,145 @@ def provide(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | 
     return model
 
 
+# Gemma 4 with experts. Layers with windows have other heads than those without, whose keys are the values, too.
+#
+# Megatron-Bridge 0.6.2 reads one number of heads, which transformers refuses to name for all layers; it asks Megatron's
+# global groups for embedding, rotation and stage; and its rotation is a pair, which Megatron's recomputation of layers
+# does not pass. Here attention takes the pair from the microbatch. Its router differs from others by the norm of its
+# input, and by factors of the weights (`ScaledRouter`).
+
+
+GEMMA4_PROVIDER, GEMMA4_TYPE = "Gemma4ModelProvider", "gemma4_text"
+
+
+def as_published(config: Any) -> Any:
+    """transformers' config of Gemma 4 as one in which layers do not differ, with the keys of a published config.json.
+
+    Raises:
+        ValueError: a layer of a kind differs from the others of its kind.
+    """
+    from transformers import PreTrainedConfig
+
+    heads: dict[str, set[tuple[int, int]]] = {}
+    for kind, layer in zip(config.layer_types, layer_configs(config), strict=True):
+        heads.setdefault(kind, set()).add((layer.num_key_value_heads, layer.head_dim))
+    if any(len(found) > 1 for found in heads.values()) or set(heads) != {"sliding_attention", "full_attention"}:
+        raise ValueError(
+            f"layers have the key/value heads and channels {heads}; expected one of each for layers with windows and "
+            "for those without: choose another model"
+        )
+    ((local_heads, local_channels),), ((count, channels),) = heads["sliding_attention"], heads["full_attention"]
+    flat = PreTrainedConfig()
+    values = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
+    values |= {"num_key_value_heads": local_heads, "head_dim": local_channels}
+    values |= {"num_global_key_value_heads": count, "global_head_dim": channels}
+    for name, value in values.items():
+        setattr(flat, name, value)
+    return flat
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """transformers' config of each layer."""
+    return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+
+
+def layer_heads(provider: Any) -> tuple[Heads, ...]:
+    """The heads of each layer of a `Gemma4ModelProvider`; empty for others."""
+    if type(provider).__name__ != GEMMA4_PROVIDER:
+        return ()
+    local = Heads(provider.num_query_groups, provider.kv_channels, provider.kv_channels)
+    channels = provider.global_head_dim
+    whole = Heads(provider.num_global_key_value_heads, channels, channels, tied=provider.attention_k_eq_v)
+    return tuple(local if windowed else whole for windowed in windowed_layers(provider))
+
+
+def layer_spec4(stage: int) -> Any:
+    """The `transformer_layer_spec` of a pipeline stage of Gemma 4, for which Megatron-Bridge's asks global groups."""
+    from megatron.bridge.models.gemma.modeling_gemma4 import gemma4_block_spec
+
+    def made(config: Any, vp_stage: int | None = None) -> Any:
+        return gemma4_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=stage)
+
+    return made
+
+
+def provide4(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | None) -> Any:
+    """As `provide`, of a `Gemma4ModelProvider`."""
+    from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4RotaryEmbedding
+    from megatron.bridge.models.gemma.modules import EmbeddingScalingMixin, extend_instance
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    local_base, base = provider.rotary_base
+    provider.rotary_base = local_base
+    try:
+        model = GPTModelProvider.provide(provider, first, last, vp_stage)
+    finally:
+        provider.rotary_base = (local_base, base)
+    if hasattr(model, "embedding"):
+        extend_instance(model.embedding, EmbeddingScalingMixin)
+    model.rotary_pos_emb = Gemma4RotaryEmbedding(
+        kv_channels=provider.kv_channels,
+        rotary_interleaved=provider.rotary_interleaved,
+        seq_len_interpolation_factor=provider.seq_len_interpolation_factor,
+        rotary_base=base,
+        rotary_base_local=local_base,
+        rope_scaling=False,
+        use_cpu_initialization=provider.use_cpu_initialization,
+        global_kv_channels=provider.global_head_dim,
+        global_rotary_percent=provider.global_rotary_percent,
+        cp_group=role.member_groups.cp,
+    )
+    for layer, heads in zip(model.decoder.layers, _heads_of(model, provider), strict=True):
+        attention = layer.self_attention
+        attention._tied_kv = heads.tied
+        cls: Any = type(attention)
+        attention.__class__ = _with_rotations(cls)
+    return model
+
+
+def _heads_of(model: Any, provider: Any) -> list[Heads]:
+    heads = layer_heads(provider)
+    return [heads[layer.layer_number - 1] for layer in model.decoder.layers]
+
+
+@functools.cache
+def _with_rotations(cls: Any) -> Any:
+    class Rotated(cls):
+        """Attention that takes the angles of both kinds of layers from the microbatch."""
+
+        def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+            kwargs["rotary_pos_emb"] = packed_seq_params.rotations
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+        def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            # under the names of all layers, which are stored one by one
+            return super(cls, self).sharded_state_dict(*args, **kwargs)
+
+    return Rotated
+
+
+class ScaledRouter(Router):
+    """The router of Gemma 4: its input is normed and scaled, and so are the weights of each expert."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[S, B, D] -> logits [S, B, E]."""
+        values = input.float()
+        normed = values * (values.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()
+        return super().gating(normed.to(input.dtype) * self.scale * self.config.hidden_size**-0.5)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Router`, with a factor for each expert."""
+        weights, where = super().routing(logits, padding_mask)
+        return weights * self.per_expert_scale, where
+
+
 def set_epsilon_of_post_norms(model: Any) -> None:
     """Gives the norms behind row-parallel layers the epsilon of the model's other norms."""
     for layer in model.decoder.layers:
-        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            if hasattr(linear, "post_layernorm"):
+        for linear in (layer.self_attention.linear_proj, getattr(layer.mlp, "linear_fc2", None)):
+            if linear is not None and hasattr(linear, "post_layernorm"):
                 linear.post_layernorm.eps = model.config.layernorm_epsilon
 
 

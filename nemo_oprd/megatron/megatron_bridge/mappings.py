@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_oprd.megatron.megatron_bridge.gemma import GEMMA3_PROVIDER as GEMMA3
+from nemo_oprd.megatron.megatron_bridge.gemma import GEMMA4_PROVIDER as GEMMA4
 from nemo_oprd.megatron.megatron_bridge.gemma import windowed_layers
 from nemo_oprd.megatron.megatron_bridge.mimo import PROVIDER as MIMO
 from nemo_oprd.megatron.megatron_bridge.mimo import layer_heads
-from nemo_oprd.megatron.param_names import INPUT_NORM_OF_DELTA_NET, ROUTER_BIAS, TE_NAMES
+from nemo_oprd.megatron.param_names import INPUT_NORM_OF_DELTA_NET, LAYER_SCALE, ROUTER_BIAS, TE_NAMES
 from nemo_oprd.models.architecture import (
     ColumnParallel,
     DeltaNet,
@@ -26,12 +27,13 @@ from nemo_oprd.models.architecture import (
     ParamMapping,
     Replicated,
     RowParallel,
+    TiedGroupedQKV,
     TransposedRowParallel,
     Vocabulary,
     concatenated,
     stacked_part,
 )
-from nemo_oprd.models.families import fused_name
+from nemo_oprd.models.families import FusedGateUp, fused_name
 from nemo_oprd.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -63,7 +65,13 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
         _set_latent_rope(provider, rope)
     elif rope.kind == "yarn":
         _set_yarn(provider, rope)
-    if complete.get("use_bidirectional_attention"):
+    if complete.get("clip_qkv") is not None:
+        raise ValueError(
+            f"clip_qkv={complete['clip_qkv']}, which Megatron-Bridge leaves out: queries, keys and values would not be "
+            "bounded; expected null: choose another model"
+        )
+    # "vision" is of pictures only, which are left out
+    if complete.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ValueError(
             "use_bidirectional_attention=true: tokens would attend to later ones; expected a model that generates: "
             "choose another one"
@@ -76,6 +84,11 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
         assert local is not None
         provider.rotary_base = (local.theta, rope.theta)
         provider.rope_scaling_factor = rope.get("factor") or 1.0
+    if type(provider).__name__ == GEMMA4:
+        assert local is not None
+        provider.rotary_base, provider.global_rotary_percent = (local.theta, rope.theta), rope.share
+        provider.window_size = complete["sliding_window"]
+    if type(provider).__name__ in (GEMMA3, GEMMA4):
         given = tuple(kind == "sliding_attention" for kind in kinds or ())
         if given != windowed_layers(provider):
             raise ValueError(
@@ -248,6 +261,8 @@ _FORMS: dict[str, Form] = {
         "self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.linear_kv_up_proj.layer_norm_weight",
         INPUT_NORM_OF_DELTA_NET, "mlp.shared_experts.gate_weight",
         "self_attention.linear_proj.post_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight",
+        "pre_shared_expert_layernorm.weight", "post_ffn_layernorm.weight", "mlp.post_moe_layernorm.weight",
+        "mlp.post_shared_expert_layernorm.weight", "mlp.router.scale", "mlp.router.per_expert_scale", LAYER_SCALE,
     ), Replicated()),
     **dict.fromkeys((
         "mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "self_attention.core_attention.softmax_offset",
@@ -283,22 +298,23 @@ def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMappin
     found: dict[str, list[ParamMapping]] = {}
     known: set[tuple[str, int]] = set()  # HF names, before the layer is filled in, with the layer
     for theirs in registry:
-        megatron, hf = _names(theirs)
+        megatron, *names = _names(theirs)
         if megatron.startswith("mtp.") or megatron in found:
             continue
-        here = frozenset(
-            layer
-            for layer in _layers_with(megatron, provider)
-            if all(shape_of(name.format(layer=layer, expert=0), shapes) is not None for name in hf)
-            and not known.issuperset((name, layer) for name in hf)
-        )
-        if not here:
-            continue
-        known.update((name, layer) for name in hf for layer in here)
-        found[megatron] = [
-            ParamMapping(megatron, hf, form, layers=layers if _LAYER in megatron else None)
-            for form, layers in _forms(theirs, megatron, provider, here)
-        ]
+        for hf in _alternatives(theirs, *names):
+            here = frozenset(
+                layer
+                for layer in _layers_with(megatron, provider)
+                if all(shape_of(name.format(layer=layer, expert=0), shapes) is not None for name in hf)
+                and not known.issuperset((name, layer) for name in hf)
+            )
+            if not here:
+                continue
+            known.update((name, layer) for name in hf for layer in here)
+            found.setdefault(megatron, []).extend(
+                ParamMapping(megatron, hf, form, layers=layers if _LAYER in megatron else None)
+                for form, layers in _forms(theirs, megatron, provider, here)
+            )
     mappings = [mapping for same in found.values() for mapping in same]
     lost = sorted(set(shapes) ^ _covered(mappings, provider, shapes))
     if lost or not set(_HF_NAMES) - {"output_layer.weight"} <= set(found):
@@ -316,7 +332,15 @@ def _forms(theirs: Any, megatron: str, provider: Any, here: frozenset[int]) -> l
     if not heads or not megatron.endswith(".linear_qkv.weight"):
         return [(_form(theirs, megatron, provider), None if len(here) == provider.num_layers else here)]
     kinds = dict.fromkeys(heads[layer] for layer in sorted(here))
-    return [(GroupedQKV(kind), frozenset(layer for layer in here if heads[layer] == kind)) for kind in kinds]
+    return [
+        ((TiedGroupedQKV if kind.tied else GroupedQKV)(kind), frozenset(i for i in here if heads[i] == kind))
+        for kind in kinds
+    ]
+
+
+def _alternatives(theirs: Any, hf: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The HF tensors of one of their mappings in some layers, and in others: Gemma 4's keys may be the values, too."""
+    return [hf, hf[:2]] if type(theirs).__name__ == "_Gemma4QKVMapping" else [hf]
 
 
 def _layers_with(megatron: str, provider: Any) -> list[int]:
@@ -395,6 +419,10 @@ def _form(theirs: Any, megatron: str, provider: Any) -> Form:
         form = Replicated()  # `NormOfAllHeads`
     elif kind is GatedMLPMapping:
         form = GateUp()
+    elif kind.__name__ == "FusedGatedExpertMapping":
+        form = FusedGateUp()
+    elif kind.__name__ == "FusedExpertMapping":
+        form = RowParallel()
     elif kind.__name__ == "GPTOSSMLPGateUpProjMapping":
         form = InterleavedGateUp()
     elif kind.__name__ == "GPTOSSMLPDownProjMapping":

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_oprd.megatron.megatron_bridge import gemma
 from nemo_oprd.models.architecture import Heads
 
 MODEL_TYPE, PROVIDER = "mimo_v2_flash", "MiMoV2FlashModelProvider"
+_SHARE = 0.334  # of the channels that are rotated: transformers' default of this model, which its config leaves out
 
 
 def add_published_keys(config: Any, given: dict) -> None:
@@ -24,12 +26,14 @@ def add_published_keys(config: Any, given: dict) -> None:
         ValueError: config.json has another value.
     """
     full, windowed = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    for rope in (full, windowed):
+        rope.setdefault("partial_rotary_factor", _SHARE)
     values = {
         "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config.layer_types],
         "moe_layer_freq": [int(kind == "sparse") for kind in config.mlp_layer_types],
         "rope_theta": full["rope_theta"],
         "swa_rope_theta": windowed["rope_theta"],
-        "partial_rotary_factor": full.get("partial_rotary_factor", 1.0),
+        "partial_rotary_factor": full["partial_rotary_factor"],
         "layernorm_epsilon": config.rms_norm_eps,
         "sliding_window_size": config.sliding_window - 1,
         "swa_num_attention_heads": config.num_attention_heads,
@@ -52,7 +56,7 @@ def add_published_keys(config: Any, given: dict) -> None:
 def layer_heads(provider: Any) -> tuple[Heads, ...]:
     """The heads of each layer of a provider; empty unless they differ."""
     if type(provider).__name__ != PROVIDER:
-        return ()
+        return gemma.layer_heads(provider)
     channels = provider.kv_channels, provider.v_head_dim
     counts = provider.full_attn_num_query_groups, provider.swa_num_query_groups
     return tuple(Heads(counts[windowed], *channels) for windowed in provider.hybrid_attention_pattern)

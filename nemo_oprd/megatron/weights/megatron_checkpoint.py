@@ -63,7 +63,7 @@ class Parameter:
 
 def stacks_layers(spec: ModelSpec) -> bool:
     """True if Megatron stores all layers of a kind in one array: not if layers are of different kinds."""
-    return spec.delta is None and (spec.experts is None or all(spec.experts.sparse))
+    return spec.delta is None and not spec.layer_heads and (spec.experts is None or all(spec.experts.sparse))
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

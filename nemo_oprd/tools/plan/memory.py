@@ -90,6 +90,10 @@ def attention_widths(spec: ModelSpec, tensor: int) -> tuple[float, float]:
     """Channels of the queries, and of keys or values, on one of `tensor` ranks; of latent attention for every head."""
     if spec.latent is not None:
         return (spec.num_heads * (spec.latent.plain + spec.latent.rotated) / tensor,) * 2
+    if spec.layer_heads:  # of the layer that has most
+        widest = max(spec.layer_heads, key=lambda heads: heads.kv * heads.channels)
+        channels = max(heads.channels for heads in spec.layer_heads)
+        return spec.num_heads * channels / tensor, widest.kv * widest.channels / tensor
     return spec.num_heads * spec.head_dim / tensor, float(spec.kv_heads_per_rank(tensor) * spec.head_dim)
 
 

@@ -55,7 +55,9 @@ def attention_parameters(spec: ModelSpec, layer: int) -> AttentionParameters:
         split = spec.num_heads * (up + latent.value * d)
         return AttentionParameters(split, down + latent.query_rank + latent.key_rank, split + down)
     heads = spec.heads(layer)
-    q, k, v = spec.num_heads * heads.channels, heads.kv * heads.channels, heads.kv * heads.value_channels
+    q, k = spec.num_heads * heads.channels, heads.kv * heads.channels
+    # the rows of tied values are there, and nothing reads them
+    v = 0 if heads.tied else heads.kv * heads.value_channels
     products = (q * (2 if spec.output_gate else 1) + k + v + spec.num_heads * heads.value_channels) * d
     # of layers with heads of their own, those with windows have the term in the softmax
     sinks = spec.sinks and (not spec.layer_heads or spec.windowed[layer - 1])
@@ -122,8 +124,11 @@ def delta_net_backward_values(spec: ModelSpec) -> float:
 
 def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
     """Shapes (outputs, inputs) of the weights of attention, over all tensor ranks; not of latent attention."""
-    d, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes = {((2 * q if spec.output_gate else q) + 2 * kv, d), (d, q)}
+    d, shapes = spec.hidden_size, set()
+    for heads in {spec.heads(layer) for layer in range(1, spec.num_layers + 1)}:
+        q, channels = spec.num_heads * heads.channels, heads.channels + heads.value_channels
+        shapes.add(((2 * q if spec.output_gate else q) + heads.kv * channels, d))
+        shapes.add((d, spec.num_heads * heads.value_channels))
     if spec.delta is not None:
         keys, values = (
             spec.delta.key_heads * spec.delta.key_channels,
@@ -177,6 +182,8 @@ def layer_parameters(spec: ModelSpec, layer: int, tensor: int = 1) -> int:
     if spec.is_sparse(layer):
         assert experts is not None
         whole += experts.count * (d + (1 if experts.biases else 0))  # the router
+        if spec.post_norms:  # Gemma 4: three more norms, factors of the router's input and of its weights, and one
+            whole += 3 * norm_parameters(spec) + d + experts.count + 1
         split += 3 * experts.shared_ffn_size * d
         whole += d if experts.shared_gate else 0
     else:
@@ -195,8 +202,9 @@ def expert_parameters(spec: ModelSpec, layer: int) -> int:
 
 def _of_layers(spec: ModelSpec, layers: list[int], parameters: Callable[[ModelSpec, int], int]) -> int:
     """The sum of `parameters` over some layers; each of their few kinds is computed once."""
-    kinds = Counter((spec.is_sparse(layer), is_delta_net(spec, layer)) for layer in layers)
-    examples = {(spec.is_sparse(layer), is_delta_net(spec, layer)): layer for layer in layers}
+    kind_of = {layer: (spec.is_sparse(layer), is_delta_net(spec, layer), spec.heads(layer)) for layer in layers}
+    kinds = Counter(kind_of.values())
+    examples = {kind: layer for layer, kind in kind_of.items()}
     return sum(count * parameters(spec, examples[kind]) for kind, count in kinds.items())
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_oprd.megatron.weights.dequantize import dequantize_nvfp4, dequantize_scaled
+from nemo_oprd.megatron.weights.dequantize import dequantize_int4, dequantize_nvfp4, dequantize_scaled
 from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.megatron.weights.hf_export import write_hf_model
 from nemo_oprd.models import copy_hf_config, read_hf_config
@@ -166,7 +166,16 @@ def test_a_damaged_file_of_settings_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"symmetric": False}, {"actorder": "group"}, {"num_bits": 8}, {"strategy": "tensor"}, {"type": "float"}]
+    "changes",
+    [
+        {"symmetric": False},
+        {"actorder": "group"},
+        {"actorder": True},
+        {"actorder": "dynamic"},
+        {"num_bits": 8},
+        {"strategy": "tensor"},
+        {"type": "float"},
+    ],
 )
 def test_other_packed_weights_are_refused(changes: dict[str, Any]) -> None:
     def settings(weights: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +187,19 @@ def test_other_packed_weights_are_refused(changes: dict[str, Any]) -> None:
     assert read_quantization(settings(right), "config.json") is not None
     with pytest.raises(ValueError, match="format='pack-quantized'.*expected .*4-bit pack-quantized"):
         read_quantization(settings({**right, **changes}), "config.json")
+    rotated = settings(right)
+    rotated["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+    with pytest.raises(ValueError, match="format='pack-quantized'"):
+        read_quantization(rotated, "config.json")
+
+
+def test_integers_as_compressed_tensors_packs_them() -> None:
+    """Two words of its `pack_to_int32`, version 0.17.0."""
+    numbers = [4, 7, -3, -8, -5, 3, -5, -1, 1, -5, -3, -6, -4, -1, -2, 0]
+    packed = torch.tensor([[1941112316, -2039208647]], dtype=torch.int32)
+    scales = torch.tensor([[0.5, 2.0]], dtype=torch.bfloat16)
+    expected = [0.5 * number for number in numbers[:8]] + [2.0 * number for number in numbers[8:]]
+    assert dequantize_int4(packed, scales).tolist() == [expected]
 
 
 def test_plan_counts_packed_integers(tmp_path: Path) -> None:
