@@ -47,17 +47,9 @@ def provide(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | 
         first, last: whether the chunk has the embedding, and the final norm.
     """
     from megatron.bridge.models.gemma.gemma3_provider import Gemma3RotaryEmbedding
-    from megatron.bridge.models.gemma.modules import EmbeddingScalingMixin, extend_instance
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
 
     local_base, base = provider.rotary_base
-    provider.rotary_base = local_base  # Megatron's own rotary embedding, replaced below, has one
-    try:
-        model = GPTModelProvider.provide(provider, first, last, vp_stage)
-    finally:
-        provider.rotary_base = (local_base, base)
-    if hasattr(model, "embedding"):
-        extend_instance(model.embedding, EmbeddingScalingMixin)
+    model = _with_scaled_embedding(provider, first, last, vp_stage)
     model.rotary_pos_emb = Gemma3RotaryEmbedding(
         kv_channels=provider.kv_channels,
         rotary_percent=provider.rotary_percent,
@@ -70,6 +62,22 @@ def provide(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | 
         use_cpu_initialization=provider.use_cpu_initialization,
         cp_group=role.member_groups.cp,
     )
+    return model
+
+
+def _with_scaled_embedding(provider: Any, first: bool, last: bool, vp_stage: int | None) -> Any:
+    """Builds a chunk of Gemma 3 or 4, whose rotary embedding is to be replaced."""
+    from megatron.bridge.models.gemma.modules import EmbeddingScalingMixin, extend_instance
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    both = provider.rotary_base
+    provider.rotary_base = both[0]  # Megatron's own rotary embedding has one
+    try:
+        model = GPTModelProvider.provide(provider, first, last, vp_stage)
+    finally:
+        provider.rotary_base = both
+    if hasattr(model, "embedding"):
+        extend_instance(model.embedding, EmbeddingScalingMixin)
     return model
 
 
@@ -138,17 +146,9 @@ def layer_spec4(stage: int) -> Any:
 def provide4(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | None) -> Any:
     """As `provide`, of a `Gemma4ModelProvider`."""
     from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4RotaryEmbedding
-    from megatron.bridge.models.gemma.modules import EmbeddingScalingMixin, extend_instance
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
 
     local_base, base = provider.rotary_base
-    provider.rotary_base = local_base
-    try:
-        model = GPTModelProvider.provide(provider, first, last, vp_stage)
-    finally:
-        provider.rotary_base = (local_base, base)
-    if hasattr(model, "embedding"):
-        extend_instance(model.embedding, EmbeddingScalingMixin)
+    model = _with_scaled_embedding(provider, first, last, vp_stage)
     model.rotary_pos_emb = Gemma4RotaryEmbedding(
         kv_channels=provider.kv_channels,
         rotary_interleaved=provider.rotary_interleaved,
