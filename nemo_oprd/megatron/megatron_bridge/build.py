@@ -128,14 +128,14 @@ class ProvidedModel(ModelStage):
         """
         prepared = self._preprocess(input_ids=input_ids, position_ids=None, packed_seq_params=sequences)
         embedded, rotary = prepared[:2]
-        # Gemma 3 has those of two kinds of layers, in a further dimension; with CUDA, Megatron would wait for the
-        # device once per sequence and layer to use them
         if isinstance(rotary, tuple):  # Gemma 4's angles of two kinds of layers have different numbers of channels
             by_token = rotary[0].device.type == "cpu" and not self.config.apply_rope_fusion
             sequences.rotations = tuple(
                 _of_every_token(each, sequences.cu_seqlens_q) if by_token else each for each in rotary
             )
             rotary = None
+        # Gemma 3 has those of two kinds of layers, in a further dimension; with CUDA, Megatron would wait for the
+        # device once per sequence and layer to use them
         one_rotation = rotary is not None and rotary.dim() == 4 and not self.config.apply_rope_fusion
         if one_rotation and rotary.device.type == "cpu":
             rotary = _of_every_token(rotary, sequences.cu_seqlens_q)

@@ -1,4 +1,4 @@
-"""Builds Gemma 2's attention, and three parts of Gemma 3, otherwise than Megatron-Bridge 0.6.2.
+"""Builds Gemma 2's attention, three parts of Gemma 3, and Gemma 4 with experts otherwise than Megatron-Bridge 0.6.2.
 
 In Gemma 3, Megatron-Bridge differs from transformers, or allows no second model:
 - The norms behind attention and feed-forward block get Transformer Engine's default epsilon, 1e-5, in place of the
