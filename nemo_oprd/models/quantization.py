@@ -35,6 +35,7 @@ _ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")  # of ModelOpt; MIXED_PRECISION ha
 _DTYPE = "bfloat16"  # of dequantised weights
 # tensors beside a `SCALED` matrix: its factors, and what only an engine that computes in these formats needs
 _SCALES = ("_scale", "_scale_2")
+_OF_WEIGHT = ".weight_scale"
 _UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", "_shape")
 # the end of the name of a matrix of 4-bit integers, eight in a number of 32 bits
 _PACKED = "_packed"
@@ -94,6 +95,8 @@ class Quantization:
                     found[whole] = whole + _PACKED, name
                     continue
                 if whole not in names:
+                    if not name.endswith(_OF_WEIGHT):
+                        continue  # a parameter of its own, such as the factors of Gemma 4's router
                     raise self._missing(name, whole, source)
                 found[whole] = whole, name, *([whole + factor] if whole + factor in names else [])
         return found

@@ -22,6 +22,33 @@ PACKAGE, SUFFIX, QUANTIZATION = "aiconfigurator_core", "_config.json", "hf_quant
 HEADINGS = ("model", "family", "route", "parameters", "weights", "layers", "key/value heads", "why not trained")
 _BEGIN, _END = "<!-- published: written by tests/support/published_models.py -->", "<!-- end -->"
 
+# Parameters in billions, of the models' cards and reports; of a model with a tower, those of its language model, which
+# is a Qwen3 of that size. The reader of configurations knows none of them.
+PUBLISHED = {
+    "meta-llama--Meta-Llama-3.1-8B": 8.03, "meta-llama--Meta-Llama-3.1-70B": 70.6,
+    "meta-llama--Meta-Llama-3.1-405B": 405.9, "nvidia--Llama-3.1-70B-Instruct-FP8": 70.6,
+    "Qwen--Qwen3-0.6B": 0.596, "Qwen--Qwen3-1.7B": 1.72, "Qwen--Qwen3-8B": 8.19, "Qwen--Qwen3-32B": 32.8,
+    "Qwen--Qwen3-32B-FP8-Static-PerTensor": 32.8, "Qwen--Qwen3-30B-A3B": 30.5, "Qwen--Qwen3-235B-A22B": 235.1,
+    "nvidia--Qwen3-235B-A22B-NVFP4": 235.1, "Qwen--Qwen3-Coder-480B-A35B-Instruct": 480.2,
+    "Qwen--Qwen3-VL-2B-Instruct": 1.72, "Qwen--Qwen3-VL-8B-Instruct": 8.19, "Qwen--Qwen3-VL-32B-Instruct": 32.8,
+    "Qwen--Qwen3-VL-30B-A3B-Instruct": 30.5, "Qwen--Qwen3-VL-235B-A22B-Instruct": 235.1,
+    "MiniMaxAI--MiniMax-M2.5": 228.7, "nvidia--MiniMax-M2.7-NVFP4": 228.7, "XiaomiMiMo--MiMo-V2-Flash": 309.0,
+    "google--gemma-4-26B-A4B": 25.2, "nvidia--Gemma-4-26B-A4B-NVFP4": 25.2,
+    "moonshotai--Kimi-K2.5": 1026.0,
+    "mistralai--Mixtral-8x7B-v0.1": 46.7, "mistralai--Mixtral-8x22B-v0.1": 140.6,
+    "openai--gpt-oss-120b": 116.83, "openai--gpt-oss-20b": 20.91,
+    "deepseek-ai--DeepSeek-V3": 671.0, "deepseek-ai--DeepSeek-R1": 671.0, "nvidia--DeepSeek-V3.1-NVFP4": 671.0,
+    "moonshotai--Kimi-K2-Instruct": 1026.0, "Qwen--Qwen3.5-397B-A17B": 397.0,
+    "MiniMaxAI--MiniMax-M2.7": 228.7, "nvidia--MiniMax-M2.5-NVFP4": 228.7, "nvidia--Kimi-K2.5-NVFP4": 1026.0,
+    "nvidia--Kimi-K2.6-NVFP4": 1026.0, "nvidia--Kimi-K2.7-Code-NVFP4": 1026.0, "Qwen--Qwen3-32B-FP8": 32.8,
+    "Qwen--Qwen3-30B-A3B-FP8": 30.5, "Qwen--Qwen3-235B-A22B-FP8": 235.1, "Qwen--Qwen3-VL-32B-Thinking": 32.8,
+    "Qwen--Qwen3-VL-4B-Instruct": 4.02, "Qwen--Qwen3.5-27B": 27.0, "nvidia--Qwen3.6-27B-NVFP4": 27.0,
+    "Qwen--Qwen3.5-35B-A3B": 35.0, "nvidia--Qwen3.6-35B-A3B-NVFP4": 35.0, "Qwen--Qwen3.5-122B-A10B": 122.0,
+    "nvidia--Qwen3.5-122B-A10B-NVFP4": 122.0, "nvidia--Qwen3.5-397B-A17B-NVFP4": 397.0,
+    # without the layer that predicts a further token, of 0.21
+    "XiaomiMiMo--MiMo-7B-Base": 7.62,
+}  # fmt: skip
+
 
 def make_directories(root: Path) -> list[str]:
     """ROOT/MODEL/config.json for every configuration of the wheel; returns the models. [] if it is not installed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -60,3 +62,26 @@ def in_int4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor
         products.append([n * factor for group, factor in zip(groups, factors, strict=True) for n in group])
     packed = torch.tensor(words, dtype=torch.int32)
     return {"_packed": packed, "_scale": scales, "_shape": torch.tensor(weight.shape)}, rounded(products)
+
+
+def in_blocks(weight: torch.Tensor, block: Sequence[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As `in_fp8`, with a random factor for each block of rows and columns; transformers would refuse most of them."""
+    rows, columns = weight.shape
+    generator = torch.Generator().manual_seed(rows * columns)
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), generator=generator) * 1e-2
+    factors = scales.double()[torch.arange(rows)[:, None] // block[0], torch.arange(columns)[None] // block[1]]
+    codes = (weight.double() / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
+    products = (codes.double() * factors).float()  # exact in float64
+    return {"": codes, "_scale_inv": scales}, products.bfloat16()
+
+
+def in_mxfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As `in_fp8`, of random numbers for the experts [E, inputs, outputs] of a layer, by transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    experts, inputs, outputs = weight.shape
+    generator = torch.Generator().manual_seed(inputs * outputs)
+    shape = (experts, outputs, inputs // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
+    return {"_blocks": blocks, "_scales": scales}, convert_moe_packed_tensors(blocks, scales)

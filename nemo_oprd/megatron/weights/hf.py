@@ -8,6 +8,7 @@ writing the gradients of `verify` all use these functions. The memory needed is 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,6 +37,9 @@ Described: TypeAlias = tuple[tuple[int, ...], torch.dtype] | None
 
 # experts that are stored together
 _DOWN, _GATE_UP = ".mlp.experts.down_proj", ".mlp.experts.gate_up_proj"
+# experts of Gemma 4, which are stored together, but one by one where they are quantised: (layer, expert, matrix)
+_ONE_BY_ONE = re.compile(r"(model\.layers\.\d+)\.(?:moe\.)?experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_TOGETHER = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 class HFCheckpoint:
@@ -69,13 +73,16 @@ class HFCheckpoint:
         described = (self.path / "config.json").is_file()
         quantization = known_quantization(read_hf_config(self.path)) if described else None
         self._tensors = StoredTensors(self._handle_of, quantization, str(self.path))
+        self._joined = _joined_experts(self._tensors.names, self.path)
+        parts = {part for experts in self._joined.values() for parts in experts for part in parts}
+        self._names = (self._tensors.names - parts) | self._joined.keys()
         self._transposed: set[str] = set()
         if described and has_other_name(self.path):
             self._transposed = self._with_inputs_first()
 
     def keys(self) -> list[str]:
         """Names of all tensors."""
-        return sorted(self._tensors.names)
+        return sorted(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading the data. Raises ValueError if its numbers stand for others."""
@@ -93,7 +100,7 @@ class HFCheckpoint:
         stored, expert, half = self._stored(name)
         fused = self._numbers(stored)
         if expert is None:
-            if isinstance(fused, QuantizedSlice | _TransposedSlice):
+            if isinstance(fused, QuantizedSlice | _TransposedSlice | _JoinedSlice):
                 return fused[...]
             return self._handle(stored).get_tensor(self._in_files.get(stored, stored))
         if half is None:
@@ -107,18 +114,20 @@ class HFCheckpoint:
         if part is not None:
             return whole, part, None
         fused = fused_name(name)
-        names = self._tensors.names
+        names = self._names
         return fused if name not in names and fused[0] in names else (name, None, None)
 
     def _slice(self, name: str) -> Any:
         """A tensor as a slice, without reading it."""
+        if name in self._joined:
+            return _JoinedSlice([[self._slice(part) for part in parts] for parts in self._joined[name]])
         found = self._tensors.slice(name, self._stored_slice)
         return _TransposedSlice(found) if name in self._transposed else found
 
     def _with_inputs_first(self) -> set[str]:
         """The experts of Qwen3-VL that are stored as [E, D, 2F] and [E, F, D], which only their shapes say."""
         found = set()
-        for down in self._tensors.names:
+        for down in self._names:
             if down.endswith(_DOWN):
                 gate_up = down.removesuffix(_DOWN) + _GATE_UP
                 _, features, width = self._slice(down).get_shape()
@@ -170,6 +179,51 @@ class _TransposedSlice:
             expert, rows = index
             return self._stored[expert, :, rows].T.contiguous()
         return self._stored[index].transpose(-2, -1).contiguous()
+
+
+def _joined_experts(names: Iterable[str], source: Path) -> dict[str, list[list[str]]]:
+    """The name of a tensor of all experts -> for each expert, the names of the matrices that it has of them.
+
+    Raises:
+        ValueError: a matrix of an expert is missing. `source`: the beginning of the message.
+    """
+    found: dict[str, dict[int, list[str]]] = {}
+    for name in sorted(names):  # a gate before what it multiplies
+        if (parts := _ONE_BY_ONE.fullmatch(name)) is not None:
+            layer, expert, matrix = parts.groups()
+            found.setdefault(f"{layer}.experts.{_TOGETHER[matrix]}", {}).setdefault(int(expert), []).append(name)
+    for whole, experts in found.items():
+        each = 1 + whole.endswith(_TOGETHER["gate"])
+        lacking = [n for n in range(max(experts) + 1) if len(experts.get(n, [])) != each]
+        if lacking:
+            raise ValueError(
+                f"{source}: {whole} lacks matrices of expert(s) {lacking}; expected those of all {max(experts) + 1}: "
+                "is a shard missing?"
+            )
+    return {whole: [experts[number] for number in sorted(experts)] for whole, experts in found.items()}
+
+
+class _JoinedSlice:
+    """A slice of [E, rows, columns] of which every expert has one matrix, or two, whose rows follow each other."""
+
+    def __init__(self, experts: list[list[Any]]) -> None:
+        self._experts = experts
+
+    def get_shape(self) -> list[int]:
+        """As that of safetensors."""
+        shapes = [part.get_shape() for part in self._experts[0]]
+        return [len(self._experts), sum(rows for rows, _ in shapes), shapes[0][1]]
+
+    def get_dtype(self) -> str:
+        """As that of safetensors."""
+        return self._experts[0][0].get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """All of it for `...`, one expert, or (expert, rows) of one."""
+        if index is Ellipsis:
+            return torch.stack([self[expert] for expert in range(len(self._experts))])
+        expert, *rows = index if isinstance(index, tuple) else (index,)
+        return torch.cat([part[...] for part in self._experts[expert]])[tuple(rows)]
 
 
 def transformers_model(path: str | Path, dtype: torch.dtype, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from nemo_oprd.models import copy_hf_config, read_hf_config
 from nemo_oprd.models.quantization import known_quantization, read_quantization
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.tools.plan.workload import served_model
-from tests.support.scaled_formats import e2m1, e4m3, in_int4, rounded
+from tests.support.scaled_formats import e2m1, e4m3, in_int4, in_nvfp4, rounded
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 PLAIN = "model.norm.weight"
@@ -94,6 +94,41 @@ def test_nvfp4_is_what_the_format_says(tmp_path: Path) -> None:
     assert torch.equal(checkpoint["a.weight"], expected)
     swapped = (packed >> 4) | (packed << 4)
     assert not torch.equal(dequantize_nvfp4(swapped, scales, factor), expected), "the order of the halves counts"
+
+
+def gemma_experts(block: str, numbers: list[int]) -> tuple[dict[str, torch.Tensor], dict[int, list[torch.Tensor]]]:
+    """Quantised tensors of experts [16, 64] that lie one by one, and (gate, up, down) that those of an expert are."""
+    tensors, whole = {}, {}
+    for number in numbers:
+        whole[number] = []
+        for row, matrix in enumerate(("gate", "up", "down")):
+            parts, stands_for = in_nvfp4(torch.randn(16, 64) * (1 + number + 10 * row))
+            name = f"model.language_model.layers.2.{block}.{number}.{matrix}_proj.weight"
+            tensors |= {name + part: tensor for part, tensor in parts.items()}
+            whole[number].append(stands_for)
+    return tensors, whole
+
+
+@pytest.mark.parametrize("block", ["experts", "moe.experts"])
+def test_experts_one_by_one_are_read_together(tmp_path: Path, block: str) -> None:
+    """Gemma 4's, whose other releases store them together; a factor of its router is no scale."""
+    tensors, whole = gemma_experts(block, [0, 1, 2])
+    of_router = "model.layers.2.router.per_expert_scale"
+    checkpoint = write(tmp_path, {**tensors, of_router: torch.ones(3)})
+    gate_up, down = (f"model.layers.2.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+    assert checkpoint.keys() == sorted([gate_up, down, of_router])
+    assert checkpoint.shape(gate_up) == (3, 32, 64) and checkpoint.shape(f"{down}[1]") == (16, 64)
+    expected = torch.stack([torch.cat(parts[:2]) for parts in whole.values()])
+    assert torch.equal(checkpoint[gate_up], expected) and torch.equal(checkpoint[f"{gate_up}[2]"], expected[2])
+    assert torch.equal(checkpoint[f"{down}[1]"], whole[1][2])
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    tensors, _ = gemma_experts("experts", [0, 2])
+    with pytest.raises(
+        ValueError, match=r"experts\.down_proj lacks matrices of expert\(s\) \[1\]; expected those of all 3"
+    ):
+        write(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
