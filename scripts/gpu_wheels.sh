@@ -84,6 +84,6 @@ count=$(find "$folder" -name '*.whl' | wc -l)
 size=$(du -sb "$folder" | cut -f1)
 echo "$folder: $count wheels, $((size / 1000000)).$((size / 100000 % 10)) MB"
 if [ -n "$limit" ] && [ "$size" -gt $((limit * 1048576)) ]; then
-  echo "$folder: $((size / 1048576)) MiB; expected at most $limit: leave out --te or --peers, or give a larger limit" >&2
+  echo "$folder: $((size / 1048576)).$((size * 10 / 1048576 % 10)) MiB; expected at most $limit: leave out --te or --peers, or give a larger limit" >&2
   exit 1
 fi

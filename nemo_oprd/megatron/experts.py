@@ -211,15 +211,16 @@ def release_weights_after_forward(chunk: torch.nn.Module) -> None:
     the layer's input and its gradient, which would then stay in memory for every layer until the next step. The places
     of tokens are two numbers per token and expert, in a teacher's layers, too.
     """
-    for module in chunk.modules():
-        if isinstance(module, MoELayer):
+    for module in chunk.modules():  # the layers, of which Gemma 4's do not call their experts as a module
+        if isinstance(getattr(module, "mlp", None), MoELayer):
             module.register_forward_hook(_release_weights)
 
 
 def _release_weights(layer: Any, arguments: Any, output: Any) -> None:
+    dispatcher = layer.mlp.token_dispatcher
     for name in ("probs", "local_probs", "routing_map", "reversed_local_input_permutation_mapping"):
-        if hasattr(layer.token_dispatcher, name):
-            setattr(layer.token_dispatcher, name, None)
+        if hasattr(dispatcher, name):
+            setattr(dispatcher, name, None)
 
 
 def expert_block_spec(experts: Experts, backend: str) -> ModuleSpec:

@@ -22,7 +22,8 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
 
-pytestmark = pytest.mark.nemo
+# test_published_models.py has a model of each format in the integration lane
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 TOLERANCE, OF_TRANSFORMERS = 1e-5, 1.5
 CASES = "quantized_family_cases.py"
 LAYOUT = ("student.parallel.tensor=2", "student.parallel.sequence=true", "teacher.parallel.pipeline=2")

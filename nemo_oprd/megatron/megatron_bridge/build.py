@@ -38,9 +38,10 @@ from nemo_oprd.megatron.experts import (
     use_padded_all_gather,
     use_routing_of,
 )
-from nemo_oprd.megatron.megatron_bridge import gemma, mimo
+from nemo_oprd.megatron.megatron_bridge import gemma
 from nemo_oprd.megatron.megatron_bridge.family import bridge_model, import_bridge
 from nemo_oprd.megatron.megatron_bridge.provider_fields import KERNELS, OFF, is_ours
+from nemo_oprd.megatron.megatron_bridge.special_models import special
 from nemo_oprd.megatron.model import LAYERS_VARIABLE, ModelStage, NotBuilt, mark_parameters, norms_need_no_extra_state
 from nemo_oprd.megatron.model_config import PLAIN_KERNELS, ChunkSpan, chunk_spans, chunk_training, layout_settings
 from nemo_oprd.megatron.observed_layer import ObservedSequences
@@ -277,7 +278,7 @@ def build_from_provider(
         model = _build_chunk(provider, spec, role, dtype, span, training)
         if span.last and not head:
             del model.output_layer
-        _prepare_special_parts(model, spec, role)
+        _prepare_special_parts(model, spec, role, special(provider).router)
         chunks.append(model.to(device()))
     adopt(chunks)
     for span, chunk in zip(chunk_spans(spec, role), chunks, strict=True):
@@ -318,22 +319,14 @@ def _build_chunk(
     if callable(block) and "pp_rank" in inspect.signature(block).parameters:
         # it would ask Megatron's global groups for the stage
         made.transformer_layer_spec = functools.partial(block, pp_rank=role.member_groups.pp.rank())
-    is_gemma4 = type(made).__name__ == gemma.GEMMA4_PROVIDER
-    if is_gemma4:
-        made.transformer_layer_spec = gemma.layer_spec4(role.member_groups.pp.rank())
-    if type(made).__name__ == mimo.PROVIDER:
-        made.transformer_layer_spec = mimo.layer_spec(role.member_groups.pp.rank())
-    if type(made).__name__ == gemma.GEMMA2_PROVIDER:
-        made.transformer_layer_spec = gemma.layer_spec
+    chosen = special(provider)
+    if chosen.layer_spec is not None:
+        made.transformer_layer_spec = chosen.layer_spec(role.member_groups.pp.rank())
     if spec.latent is not None and not spec.latent.query_rank:
         made.transformer_layer_spec = with_direct_queries(made.transformer_layer_spec)
     made.finalize()
     where = span.first, span.last, span.virtual_stage(layout)
-    is_gemma3 = type(made).__name__ == gemma.GEMMA3_PROVIDER
-    if is_gemma4:
-        model = gemma.provide4(made, role, *where)
-    else:
-        model = gemma.provide(made, role, *where) if is_gemma3 else made.provide(*where)
+    model = made.provide(*where) if chosen.provide is None else chosen.provide(made, role, *where)
     _check_attention(model, type(made).__name__)
     model.vp_stage = span.virtual_stage(layout)
     return model
@@ -360,7 +353,7 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
+def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role, router: type[Router]) -> None:
     """Makes latent attention and experts compute as in transformers; raises ValueError if they can't."""
     if spec.latent is not None:
         prepare(model, spec.latent, role)
@@ -373,8 +366,7 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role) -> None:
     if spec.post_norms:
         gemma.set_epsilon_of_post_norms(model)
     if spec.experts is not None:
-        scaled = any(hasattr(layer.mlp, "post_moe_layernorm") for layer in model.decoder.layers)
-        use_routing_of(model, spec.experts, gemma.ScaledRouter if scaled else Router)
+        use_routing_of(model, spec.experts, router)
         if role.layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         release_weights_after_forward(model)

@@ -18,10 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.megatron.megatron_bridge import gemma, mimo
-from nemo_oprd.megatron.megatron_bridge.gemma import windowed_layers
+from nemo_oprd.megatron.megatron_bridge.gemma import GEMMA4_TYPE, as_published
 from nemo_oprd.megatron.megatron_bridge.mappings import correct, shape_of, translate
 from nemo_oprd.megatron.megatron_bridge.provider_fields import REFUSED, changed, described
+from nemo_oprd.megatron.megatron_bridge.special_models import MIMO_TYPE, add_published_keys, special
 from nemo_oprd.megatron.param_names import LAYER_SCALE
 from nemo_oprd.models import FAMILIES, read_hf_config
 from nemo_oprd.models.architecture import (
@@ -152,28 +152,14 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
             provider.linear_value_head_dim,
             provider.linear_conv_kernel_dim,
         )
-    if heads := mimo.layer_heads(provider):
-        parts["layer_heads"], parts["local_rope"], parts["window"] = heads, found.local_rope, provider.window_size
-        gemma4 = type(provider).__name__ == gemma.GEMMA4_PROVIDER
-        parts["windowed"] = windowed_layers(provider) if gemma4 else tuple(map(bool, provider.hybrid_attention_pattern))
-        parts["sinks"] = not gemma4
-        if gemma4:
-            parts["output_cap"], parts["post_norms"] = provider.final_logit_softcapping or None, True
-    elif found.local_rope is not None:
-        parts["local_rope"], parts["post_norms"] = found.local_rope, True
-        parts["window"], parts["windowed"] = provider.window_size, windowed_layers(provider)
-    elif getattr(provider, "window_size", None) is not None:
-        parts["window"] = provider.window_size[0] + 1
-        parts["windowed"] = tuple(map(bool, provider.window_attn_skip_freq))
-    if hasattr(provider, "attn_logit_softcapping"):
-        parts["attention_cap"] = float(provider.attn_logit_softcapping or 0)
-        parts["output_cap"], parts["post_norms"] = provider.final_logit_softcapping or None, True
+    parts["layer_heads"], parts["local_rope"] = special(provider).layer_heads(provider), found.local_rope
+    parts |= special(provider).parts(provider)
     parts.setdefault("sinks", getattr(provider, "softmax_type", "vanilla") == "learnable")
     if provider.num_moe_experts:
         frequency = provider.moe_layer_freq
         sparse = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(layers)]
         score, normalized = provider.moe_router_score_function, bool(found.complete.get("norm_topk_prob", False))
-        if "delta" in parts or heads or score == "sigmoid":
+        if "delta" in parts or parts["layer_heads"] or score == "sigmoid":
             # transformers' is the softmax or sigmoid of all; Qwen3.5, Gemma 4 and MiniMax M2 have no setting and always
             # divide
             normalized = found.complete.get("norm_topk_prob", True)
@@ -199,7 +185,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
     """Reads a config.json with Megatron-Bridge and transformers. Raises ValueError as `bridge_family`."""
     read_quantization(hf_config, source)
-    if hf_config.get("model_type") == gemma.GEMMA4_TYPE and not hf_config.get("enable_moe_block"):
+    if hf_config.get("model_type") == GEMMA4_TYPE and not hf_config.get("enable_moe_block"):
         raise ValueError(
             f"{source}: a Gemma 4 without experts, which Megatron-Bridge 0.6.2 builds for one pipeline stage and "
             "without packed sequences; expected one with experts (enable_moe_block=true): choose another model"
@@ -259,11 +245,11 @@ def _auto_bridge(hf_config: dict) -> tuple[Any, Any]:
     config = AutoConfig.for_model(**hf_config)
     if not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    if config.model_type == mimo.MODEL_TYPE:
-        mimo.add_published_keys(config, hf_config)
+    if config.model_type == MIMO_TYPE:
+        add_published_keys(config, hf_config)
     if not AutoBridge.supports(config):
         raise ValueError(f"architectures={config.architectures!r} is not among its supported models")
-    described = gemma.as_published(config) if config.model_type == gemma.GEMMA4_TYPE else config
+    described = as_published(config) if config.model_type == GEMMA4_TYPE else config
     return AutoBridge.from_hf_config(described), config
 
 

@@ -18,6 +18,7 @@ from nemo_oprd.megatron.attention import CappedAttention
 from nemo_oprd.megatron.experts import Router
 from nemo_oprd.megatron.parallel import Role
 from nemo_oprd.models.architecture import Heads
+from nemo_oprd.models.rope import Rope
 
 # Gemma 2: this project replaces its attention in Megatron-Bridge 0.6.2 (`Gemma2DotProductAttention`) by its own.
 #
@@ -25,11 +26,12 @@ from nemo_oprd.models.architecture import Heads
 # FlexAttention with Triton where there is no mask. Everything else of the layer is Transformer Engine's.
 
 
-GEMMA2_PROVIDER = "Gemma2ModelProvider"
+def layer_spec2(stage: int) -> Any:
+    """The `transformer_layer_spec` of Gemma 2 with this project's attention, the same on all stages."""
+    return _layer2
 
 
-def layer_spec(provider: Any) -> Any:
-    """The layer of a `Gemma2ModelProvider` with this project's attention."""
+def _layer2(provider: Any) -> Any:
     from megatron.bridge.models.gemma.gemma2_provider import gemma2_layer_spec
 
     layer = gemma2_layer_spec(provider)
@@ -37,10 +39,37 @@ def layer_spec(provider: Any) -> Any:
     return layer
 
 
-GEMMA3_PROVIDER = "Gemma3ModelProvider"
+def caps(provider: Any) -> dict[str, Any]:
+    """The fields of a `ModelSpec` for bounds of logits, of attention in Gemma 2 alone, and norms behind blocks."""
+    found: dict[str, Any] = {"output_cap": provider.final_logit_softcapping or None, "post_norms": True}
+    if hasattr(provider, "attn_logit_softcapping"):
+        found["attention_cap"] = float(provider.attn_logit_softcapping or 0)
+    return found
 
 
-def provide(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | None) -> Any:
+def windows(provider: Any) -> dict[str, Any]:
+    """The fields of a `ModelSpec` for the windows of Gemma 3 or 4."""
+    return {"window": provider.window_size, "windowed": windowed_layers(provider), "post_norms": True}
+
+
+def correct3(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
+    """Sets the two rotations of a `Gemma3ModelProvider`. Raises ValueError if other layers have windows."""
+    assert local is not None
+    provider.rotary_base = (local.theta, rope.theta)
+    provider.rope_scaling_factor = rope.get("factor") or 1.0
+    _check_windows(provider, complete)
+
+
+def _check_windows(provider: Any, complete: dict) -> None:
+    kinds = complete.get("layer_types")
+    if tuple(kind == "sliding_attention" for kind in kinds or ()) != windowed_layers(provider):
+        raise ValueError(
+            f"layer_types={kinds} but Megatron-Bridge gives all layers windows except those whose number is a "
+            f"multiple of {sum(provider.interleaved_attn_pattern)}; expected these: choose another model"
+        )
+
+
+def provide3(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | None) -> Any:
     """Builds a chunk of a `Gemma3ModelProvider`, for the groups of `role`.
 
     Args:
@@ -89,7 +118,7 @@ def _with_scaled_embedding(provider: Any, first: bool, last: bool, vp_stage: int
 # input, and by factors of the weights (`ScaledRouter`).
 
 
-GEMMA4_PROVIDER, GEMMA4_TYPE = "Gemma4ModelProvider", "gemma4_text"
+GEMMA4_TYPE = "gemma4_text"
 
 
 def as_published(config: Any) -> Any:
@@ -124,13 +153,19 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def layer_heads(provider: Any) -> tuple[Heads, ...]:
-    """The heads of each layer of a `Gemma4ModelProvider`; empty for others."""
-    if type(provider).__name__ != GEMMA4_PROVIDER:
-        return ()
+    """The heads of each layer of a `Gemma4ModelProvider`."""
     local = Heads(provider.num_query_groups, provider.kv_channels, provider.kv_channels)
     channels = provider.global_head_dim
     whole = Heads(provider.num_global_key_value_heads, channels, channels, tied=provider.attention_k_eq_v)
     return tuple(local if windowed else whole for windowed in windowed_layers(provider))
+
+
+def correct4(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
+    """Sets rotations and windows of a `Gemma4ModelProvider`. Raises ValueError if other layers have windows."""
+    assert local is not None
+    provider.rotary_base, provider.global_rotary_percent = (local.theta, rope.theta), rope.share
+    provider.window_size = complete["sliding_window"]
+    _check_windows(provider, complete)
 
 
 def layer_spec4(stage: int) -> Any:
@@ -144,7 +179,7 @@ def layer_spec4(stage: int) -> Any:
 
 
 def provide4(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | None) -> Any:
-    """As `provide`, of a `Gemma4ModelProvider`."""
+    """As `provide3`, of a `Gemma4ModelProvider`."""
     from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4RotaryEmbedding
 
     local_base, base = provider.rotary_base

@@ -10,11 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_oprd.megatron.megatron_bridge.gemma import GEMMA3_PROVIDER as GEMMA3
-from nemo_oprd.megatron.megatron_bridge.gemma import GEMMA4_PROVIDER as GEMMA4
-from nemo_oprd.megatron.megatron_bridge.gemma import windowed_layers
-from nemo_oprd.megatron.megatron_bridge.mimo import PROVIDER as MIMO
-from nemo_oprd.megatron.megatron_bridge.mimo import layer_heads
+from nemo_oprd.megatron.megatron_bridge.special_models import special
 from nemo_oprd.megatron.param_names import INPUT_NORM_OF_DELTA_NET, LAYER_SCALE, ROUTER_BIAS, TE_NAMES
 from nemo_oprd.models.architecture import (
     ColumnParallel,
@@ -80,30 +76,7 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
     if kinds and getattr(provider, "experimental_attention_variant", None) == "gated_delta_net":
         # 0.6.2 has one number for all layers
         provider.linear_attention_freq = [int(kind == "linear_attention") for kind in kinds]
-    if type(provider).__name__ == GEMMA3:
-        assert local is not None
-        provider.rotary_base = (local.theta, rope.theta)
-        provider.rope_scaling_factor = rope.get("factor") or 1.0
-    if type(provider).__name__ == GEMMA4:
-        assert local is not None
-        provider.rotary_base, provider.global_rotary_percent = (local.theta, rope.theta), rope.share
-        provider.window_size = complete["sliding_window"]
-    if type(provider).__name__ in (GEMMA3, GEMMA4):
-        given = tuple(kind == "sliding_attention" for kind in kinds or ())
-        if given != windowed_layers(provider):
-            raise ValueError(
-                f"layer_types={kinds} but Megatron-Bridge gives all layers windows except those whose number is a "
-                f"multiple of {sum(provider.interleaved_attn_pattern)}; expected these: choose another model"
-            )
-    elif type(provider).__name__ == MIMO:
-        assert local is not None
-        provider.rotary_base = (local.theta, rope.theta)
-        # 0.6.2 takes a token for itself from the number of tokens before it
-        provider.window_size = complete["sliding_window"]
-    elif kinds and getattr(provider, "window_size", None) is not None:
-        # 0.6.2 says in the families' code which layers have windows
-        provider.window_size = (complete["sliding_window"] - 1, 0)
-        provider.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in kinds]
+    special(provider).correct(provider, complete, rope, local)
     limit = complete.get("swiglu_limit")
     if limit is not None:
         provider.activation_func_clamp_value = limit
@@ -328,7 +301,7 @@ def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMappin
 
 def _forms(theirs: Any, megatron: str, provider: Any, here: frozenset[int]) -> list[tuple[Form, frozenset[int] | None]]:
     """(A form, the layers of `here` that have it; None: all layers of the model) of one of their mappings."""
-    heads = layer_heads(provider)
+    heads = special(provider).layer_heads(provider)
     if not heads or not megatron.endswith(".linear_qkv.weight"):
         return [(_form(theirs, megatron, provider), None if len(here) == provider.num_layers else here)]
     kinds = dict.fromkeys(heads[layer] for layer in sorted(here))

@@ -1,0 +1,156 @@
+"""The models of Megatron-Bridge 0.6.2 of which parts are described, corrected or built otherwise: a table by provider.
+
+`special(provider)` gives the entry: the fields of a `ModelSpec` that only such models have, what the config decides in
+the provider, and how a chunk is built. Gemma's own parts are in `gemma.py`.
+
+MiMo-V2-Flash: layers with windows have other heads than those without. Megatron-Bridge reads the keys of the published
+config.json, transformers fields of its own class, whose values for the published model are in its code.
+`add_published_keys` gives the first those of the second, and refuses a config.json in which the two differ:
+transformers would compute another model than the file asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_oprd.megatron.experts import Router
+from nemo_oprd.megatron.megatron_bridge import gemma
+from nemo_oprd.models.architecture import Heads
+from nemo_oprd.models.rope import Rope
+
+MIMO_TYPE = "mimo_v2_flash"
+_SHARE = 0.334  # of the channels that are rotated: transformers' default of this model, which its config leaves out
+
+
+def _windows(provider: Any) -> dict[str, Any]:
+    if getattr(provider, "window_size", None) is None:
+        return {}
+    return {"window": provider.window_size[0] + 1, "windowed": tuple(map(bool, provider.window_attn_skip_freq))}
+
+
+def _correct_windows(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
+    kinds = complete.get("layer_types")
+    if kinds and getattr(provider, "window_size", None) is not None:
+        # 0.6.2 says in the families' code which layers have windows
+        provider.window_size = (complete["sliding_window"] - 1, 0)
+        provider.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in kinds]
+
+
+@dataclass(frozen=True)
+class Special:
+    """How one provider's models differ from the others'.
+
+    Attributes:
+        parts: provider -> fields of the model's `ModelSpec`, without the second RoPE and `layer_heads`.
+        layer_heads: provider -> the heads of each layer; empty unless they differ.
+        correct: sets fields of the provider by the config with transformers' defaults and its two RoPEs (provider,
+            config, that of all layers, that of layers with windows); raises ValueError if the two differ.
+        layer_spec: pipeline stage -> `transformer_layer_spec`; None: the provider's own.
+        provide: builds a chunk (provider, role, has the embedding, has the final norm, virtual stage); None: by the
+            provider.
+        router: the class of the routers.
+    """
+
+    parts: Callable[[Any], dict[str, Any]] = _windows
+    layer_heads: Callable[[Any], tuple[Heads, ...]] = lambda provider: ()
+    correct: Callable[[Any, dict, Rope, Rope | None], None] = _correct_windows
+    layer_spec: Callable[[int], Any] | None = None
+    provide: Callable[..., Any] | None = None
+    router: type[Router] = Router
+
+
+def special(provider: Any) -> Special:
+    """The entry of a provider; that of ordinary models if it has none."""
+    return _SPECIAL.get(type(provider).__name__, _ORDINARY)
+
+
+def add_published_keys(config: Any, given: dict) -> None:
+    """Sets the keys that Megatron-Bridge reads in transformers' config.
+
+    Args:
+        given: the content of config.json.
+
+    Raises:
+        ValueError: config.json has another value.
+    """
+    full, windowed = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    for rope in (full, windowed):
+        rope.setdefault("partial_rotary_factor", _SHARE)
+    values = {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config.layer_types],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config.mlp_layer_types],
+        "rope_theta": full["rope_theta"],
+        "swa_rope_theta": windowed["rope_theta"],
+        "partial_rotary_factor": full["partial_rotary_factor"],
+        "layernorm_epsilon": config.rms_norm_eps,
+        "sliding_window_size": config.sliding_window - 1,
+        "swa_num_attention_heads": config.num_attention_heads,
+        "swa_num_key_value_heads": 2 * config.num_key_value_heads,
+        "swa_head_dim": config.head_dim,
+        "swa_v_head_dim": config.v_head_dim,
+        "scoring_func": "sigmoid",
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    for key, value in values.items():
+        if given.get(key, value) != value:
+            raise ValueError(
+                f"{key}={given[key]!r}, which transformers does not read: it computes with {value!r}; expected the "
+                "same: choose another model"
+            )
+        setattr(config, key, value)
+
+
+def _mimo_layer_spec(stage: int) -> Any:
+    """The `transformer_layer_spec` of a pipeline stage, for which Megatron-Bridge's asks Megatron's global groups."""
+    from megatron.bridge.models.mimo_v2_flash import modeling_mimo_v2_flash as theirs
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    def made(config: Any, vp_stage: int | None = None) -> Any:
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=stage)
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = theirs.MiMoV2FlashSelfAttention
+            layer.submodules.self_attention.submodules.core_attention = theirs.MiMoV2FlashTEDotProductAttention
+        return block
+
+    return made
+
+
+def _mimo_layer_heads(provider: Any) -> tuple[Heads, ...]:
+    channels = provider.kv_channels, provider.v_head_dim
+    counts = provider.full_attn_num_query_groups, provider.swa_num_query_groups
+    return tuple(Heads(counts[windowed], *channels) for windowed in provider.hybrid_attention_pattern)
+
+
+def _mimo_parts(provider: Any) -> dict[str, Any]:
+    windowed = tuple(map(bool, provider.hybrid_attention_pattern))
+    return {"window": provider.window_size, "windowed": windowed, "sinks": True}
+
+
+def _correct_mimo(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
+    assert local is not None
+    provider.rotary_base = (local.theta, rope.theta)
+    # 0.6.2 takes a token for itself from the number of tokens before it
+    provider.window_size = complete["sliding_window"]
+
+
+_ORDINARY = Special()
+_SPECIAL = {
+    "Gemma2ModelProvider": Special(
+        parts=lambda provider: {**_windows(provider), **gemma.caps(provider)}, layer_spec=gemma.layer_spec2
+    ),
+    "Gemma3ModelProvider": Special(parts=gemma.windows, correct=gemma.correct3, provide=gemma.provide3),
+    "Gemma4ModelProvider": Special(
+        parts=lambda provider: {**gemma.windows(provider), **gemma.caps(provider)},
+        layer_heads=gemma.layer_heads,
+        correct=gemma.correct4,
+        layer_spec=gemma.layer_spec4,
+        provide=gemma.provide4,
+        router=gemma.ScaledRouter,
+    ),
+    "MiMoV2FlashModelProvider": Special(
+        parts=_mimo_parts, layer_heads=_mimo_layer_heads, correct=_correct_mimo, layer_spec=_mimo_layer_spec
+    ),
+}
