@@ -151,6 +151,8 @@ fi
 run "${pip_install[@]}" --no-build-isolation --editable '.[te]'
 # once more: the last steps have brought torch's own back
 if [ -n "${newer[*]}" ]; then run "${pip_install[@]}" "${newer[@]}"; fi
+# Without a toolkit, Transformer Engine 2.20.2 looks for CUDA 12's runtime in a folder that no package makes
+if [ "$CUDA" = 12 ]; then run ln -sfn cuda_runtime "$(echo $packages)/cuda_cudart"; fi
 if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then
   run "$here" scripts/check_gpu_environment.py
 else

@@ -101,8 +101,11 @@ def test_the_order(tmp_path: Path) -> None:
 
 
 def test_cuda_12(tmp_path: Path) -> None:
+    """Transformer Engine 2.20.2 looks for the runtime's library in nvidia/cuda_cudart/lib."""
     status, ran, _ = run(tmp_path, CUDA="12", TORCH_CUDA="12.8")
     assert status == 0 and ran == STEPS_12
+    site = tmp_path / "project" / ".venv-gpu" / "lib" / "python3.12" / "site-packages" / "nvidia"
+    assert (site / "cuda_cudart").readlink() == Path("cuda_runtime")
 
 
 def test_python_3_11(tmp_path: Path) -> None:
