@@ -35,6 +35,7 @@ def toy(settings: Settings, outcome: Outcome) -> None:
             f"data.train={pair}/prompts/train.jsonl",
             f"data.validation.heldout={pair}/prompts/heldout.jsonl",
             "evaluation.limit=16",
+            "logging.tensorboard=false",  # which such a machine may lack
             f"evaluation.every={STEPS}",
             f"train.save_every={STEPS // 2}",
             f"train.steps={STEPS}",
