@@ -75,7 +75,7 @@ if [ -n "$te" ]; then
     export CPATH="$include${CPATH:+:$CPATH}"
   done
   "$TE_VENV/bin/python" -m pip install --quiet --disable-pip-version-check 'setuptools<82' wheel packaging ninja pybind11
-  PATH="$TE_VENV/bin:$PATH" NVTE_PYTORCH_FORCE_BUILD=TRUE "$TE_VENV/bin/python" -m pip wheel --quiet \
+  PATH="$TE_VENV/bin:$PATH" NVTE_PYTORCH_FORCE_BUILD=TRUE "$TE_VENV/bin/python" -m pip wheel --quiet --no-cache-dir \
     --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" "transformer-engine-torch==$engine"
   major=$("$TE_VENV/bin/python" -c 'import torch; print(torch.version.cuda.split(".")[0])')
   fetch "transformer-engine==$engine" "transformer-engine-cu$major==$engine"

@@ -7,7 +7,7 @@ import os
 import torch
 
 from benchmarks.peer_parts.cases import BETAS, CLIP, EPS, RATE, WEIGHT_DECAY
-from benchmarks.peer_parts.process import Measurement
+from benchmarks.peer_parts.process import WARM_UPS, Measurement
 from nemo_oprd import __version__
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
@@ -56,7 +56,7 @@ def main() -> None:
     student = distiller.student
     rollouts = read_rollouts(str(config.rollout.replay), student.spec.vocab_size)
     measured.ready()
-    for step in range(1 + measured.spec["updates"]):
+    for step in range(WARM_UPS + measured.spec["updates"]):
         with measured.update():
             batch = distiller.batch(rollouts, distiller.objective_of(step))
             metrics, _ = accumulate_gradients(distiller, batch)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peer_parts.cases import BETAS, CLIP, EPS, ONE_BY_ONE, PAPER, RATE, ROWS, WEIGHT_DECAY
-from benchmarks.peer_parts.process import Measurement
+from benchmarks.peer_parts.process import WARM_UPS, Measurement
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 Sequence = tuple[torch.Tensor, int]  # ids of prompt and response, tokens of the prompt
@@ -163,7 +163,7 @@ def main() -> None:
     torch.set_num_threads(measured.spec["threads"])
     loop = Loop(measured.spec)
     measured.ready()
-    for _ in range(1 + measured.spec["updates"]):
+    for _ in range(WARM_UPS + measured.spec["updates"]):
         with measured.update():
             loss, norm = loop.update()
         measured.losses.append(loss)

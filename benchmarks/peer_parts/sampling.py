@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.peer_parts.cases import OURS, PROMPT
-from benchmarks.peer_parts.process import Measurement
+from benchmarks.peer_parts.process import WARM_UPS, Measurement
 from benchmarks.rollout import prompts_of
 from benchmarks.rollout_models import open_sampler
 from nemo_oprd.models import read_model_spec
@@ -26,7 +26,7 @@ def main() -> None:
     vocabulary = read_model_spec(source).vocab_size
     responses, tokens = len(spec["responses"]), spec["responses"][0]
     measured.ready()
-    for turn in range(1 + spec["updates"]):
+    for turn in range(WARM_UPS + spec["updates"]):
         prompts = prompts_of(turn, responses, PROMPT, vocabulary)
         with measured.update():
             ids = sampler.sample(prompts, tokens, seed=turn)

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
 
 from benchmarks.peer_parts.cases import BETAS, CLIP, EPS, RATE, WEIGHT_DECAY
-from benchmarks.peer_parts.process import Measurement
+from benchmarks.peer_parts.process import WARM_UPS, Measurement
 
 
 class GivenCompletions(DistillationTrainer):
@@ -73,7 +73,7 @@ def configure(spec: dict[str, Any], output: str, responses: int) -> Distillation
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=responses // spec["ranks"],
-        max_steps=1 + spec["updates"],
+        max_steps=WARM_UPS + spec["updates"],
         max_completion_length=max(spec["responses"]),
         shuffle_dataset=False,
         optim="adamw_torch_fused",
@@ -105,7 +105,7 @@ def main() -> None:
     spec = measured.spec
     torch.set_num_threads(spec["threads"])
     rollouts = [json.loads(line) for line in Path(spec["rollouts"]).read_text().splitlines()]
-    prompts = [str(number) for number in range(len(rollouts))] * (1 + spec["updates"])
+    prompts = [str(number) for number in range(len(rollouts))] * (WARM_UPS + spec["updates"])
     with tempfile.TemporaryDirectory() as output:
         trainer = GivenCompletions(
             model=spec["student"],
