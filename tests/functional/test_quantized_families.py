@@ -22,7 +22,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.rollout.replay import read_rollouts
 
-# test_published_models.py has a model of each format in the integration lane
+# test_shrunk_models.py has a model of each format in the integration lane
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 TOLERANCE, OF_TRANSFORMERS = 1e-5, 1.5
 CASES = "quantized_family_cases.py"

@@ -24,7 +24,7 @@ from tests.support.shrunk_models import SIZES
 pytestmark = pytest.mark.nemo
 # float32 sums in other orders, as for other models; routers choose, so that float32 itself deviates more in some
 TOLERANCE, OF_TRANSFORMERS = 1e-5, 1.5
-CASES = "published_model_cases.py"
+CASES = "shrunk_model_cases.py"
 LAYOUT = tuple(f"{role}.parallel.{key}" for role in ("student", "teacher") for key in ("tensor=2", "sequence=true"))
 LOSS = ("loss.output.kind=full_vocab", "loss.output.weight=0.5")
 # one of each family and format

@@ -1,4 +1,4 @@
-"""What tests/e2e/test_published_models.py runs in Megatron-Bridge's environment: `python THIS_FILE CASE ARGUMENTS`.
+"""What test_shrunk_models.py runs in Megatron-Bridge's environment: `python THIS_FILE CASE ARGUMENTS`.
 
 The arguments are those of the function, as JSON. torchrun starts the ranks.
 """
