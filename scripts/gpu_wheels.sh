@@ -1,22 +1,28 @@
 #!/bin/bash
 # Fetches what a GPU machine without a package index needs beside a torch and a transformers that are there:
-#   bash scripts/gpu_wheels.sh DIR [--peers] [--te] [--limit-mib N]
+#   bash scripts/gpu_wheels.sh DIR [--peers] [--te] [--architecture 90] [--limit-mib N]
 # Then, there: bash scripts/gpu_check.sh --wheels DIR. The wheels are those of Python 3.12 on x86_64 (PYTHON_VERSION=3.13
 # names another Python), whichever Python runs this; the versions are those of requirements-cpu.txt.
 #   --peers        also TRL and Liger, to which the parts `head` and `plain` compare
 #   --te           also Transformer Engine, of which one part is compiled here: needs TE_VENV=ENVIRONMENT with that Python
 #                  and the machine's very version of torch, a CUDA toolkit (CUDA_HOME) and 10 to 20 minutes on two cores
+#   --architecture 90  of its kernels those of compute capability 9.0 (the default); all: those of every GPU, 245 MB more
 #   --limit-mib N  fails if DIR is larger in the end
 set -euo pipefail
 usage() {
-  echo "$1: expected bash scripts/gpu_wheels.sh DIR [--peers] [--te] [--limit-mib N]" >&2
+  echo "$1: expected bash scripts/gpu_wheels.sh DIR [--peers] [--te] [--architecture 90] [--limit-mib N]" >&2
   exit 2
 }
-folder='' peers='' te='' limit=''
+folder='' peers='' te='' limit='' architecture=90
 while [ $# -gt 0 ]; do
   case $1 in
     --peers) peers=1 ;;
     --te) te=1 ;;
+    --architecture)
+      architecture=${2:-}
+      [[ $architecture =~ ^([0-9]+|all)$ ]] || usage "--architecture ${2:-(nothing)}"
+      shift
+      ;;
     --limit-mib)
       limit=${2:-}
       [[ $limit =~ ^[0-9]+$ ]] || usage "--limit-mib ${limit:-(nothing)}"
@@ -79,6 +85,10 @@ if [ -n "$te" ]; then
     --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" "transformer-engine-torch==$engine"
   major=$("$TE_VENV/bin/python" -c 'import torch; print(torch.version.cuda.split(".")[0])')
   fetch "transformer-engine==$engine" "transformer-engine-cu$major==$engine"
+  if [ "$architecture" != all ]; then
+    "$TE_VENV/bin/python" "$root/scripts/one_architecture.py" "$folder/transformer_engine_cu$major-$engine"-*.whl \
+      "$architecture"
+  fi
 fi
 count=$(find "$folder" -name '*.whl' | wc -l)
 size=$(du -sb "$folder" | cut -f1)
