@@ -78,6 +78,19 @@ def missing_packages() -> list[str]:
     return [pinned[package] for name, package in REQUIRED.items() if not found(name)]
 
 
+def broken_engine() -> str | None:
+    """Why Transformer Engine does not load, though it is installed: Megatron-core imports it, and would fail too."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    import torch  # noqa: F401  its libraries find CUDA's once torch has loaded them
+
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip()}"
+    return None
+
+
 def names(text: str) -> tuple[str, ...]:
     """The parts in an argument, without spaces.
 
@@ -137,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Exit status: 0 if all parts are ok or skipped, 1 if a part is not, 2 if packages are missing."""
+    """Exit status: 0 if all parts are ok or skipped, 1 if a part is not, 2 if packages are missing or do not load."""
     options = parse_arguments()
     missing = missing_packages()
     if missing:
@@ -148,6 +161,14 @@ def main() -> None:
         os.environ.setdefault(name, value)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for programs that parts start
+    reason = broken_engine()
+    if reason is not None:
+        print(
+            f"Transformer Engine is installed and does not load ({reason}); expected one built for this torch, with "
+            "all that it imports: install what it lacks, or remove it (scripts/gpu_wheels.sh --te brings one)",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     from benchmarks.gpu_parts.runner import Options, check
 
     output = options.output.resolve()

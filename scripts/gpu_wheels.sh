@@ -51,6 +51,8 @@ needed=(megatron-core einops hydra-core omegaconf filelock pydantic pydantic_cor
 # of single parts, which are skipped without them
 of_parts=(psutil sentencepiece)
 built=(antlr4-python3-runtime)
+# what Transformer Engine imports besides; its wheel would bring 40 MB more that only other programs need
+engine_imports=(onnx==1.23.2 onnxscript==0.7.2 onnx_ir==1.1.0 ml_dtypes==0.6.0)
 compared=(trl==1.16.0 liger-kernel==0.8.5 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19)
 engine=2.20.2
 
@@ -84,7 +86,7 @@ if [ -n "$te" ]; then
   PATH="$TE_VENV/bin:$PATH" NVTE_PYTORCH_FORCE_BUILD=TRUE "$TE_VENV/bin/python" -m pip wheel --quiet --no-cache-dir \
     --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" "transformer-engine-torch==$engine"
   major=$("$TE_VENV/bin/python" -c 'import torch; print(torch.version.cuda.split(".")[0])')
-  fetch "transformer-engine==$engine" "transformer-engine-cu$major==$engine"
+  fetch "transformer-engine==$engine" "transformer-engine-cu$major==$engine" "${engine_imports[@]}" "$(pinned protobuf)"
   if [ "$architecture" != all ]; then
     "$TE_VENV/bin/python" "$root/scripts/one_architecture.py" "$folder/transformer_engine_cu$major-$engine"-*.whl \
       "$architecture"

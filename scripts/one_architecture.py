@@ -92,7 +92,11 @@ def main(arguments: list[str]) -> None:
     wheel, architecture = Path(arguments[0]), int(arguments[1])
     with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
         made = Path(folder) / wheel.name
-        if not smaller(wheel, made, architecture):
+        try:
+            kept = smaller(wheel, made, architecture)
+        except (ValueError, struct.error, zipfile.BadZipFile) as error:
+            raise SystemExit(f"{wheel.name}: {error}; the wheel is as it was: fetch it again") from error
+        if not kept:
             raise SystemExit(
                 f"{wheel.name} has no kernels for architecture {architecture}; expected that of the GPU: name another"
             )

@@ -23,7 +23,7 @@ def te(settings: Settings, outcome: Outcome) -> None:
         outcome.skipped = "Transformer Engine is not installed (scripts/gpu_wheels.sh --te)"
         return
     if not is_cuda():
-        outcome.skipped = "Transformer Engine needs a GPU"
+        outcome.skipped = f"Transformer Engine {outcome.numbers['version']} loads; its kernels need a GPU"
         return
     os.environ[LAYERS_VARIABLE] = NAME
     for name in ("golden_bf16", "full", "none"):

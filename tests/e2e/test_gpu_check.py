@@ -155,6 +155,21 @@ def test_missing_packages_are_one_line() -> None:
     assert " -m pip install torch==" in line and f" megatron-core=={version('megatron-core')} " in line
 
 
+def test_an_engine_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+    """Megatron-core imports Transformer Engine where it is installed, so that nothing could be measured."""
+    engine = tmp_path / "transformer_engine"
+    engine.mkdir()
+    (engine / "__init__.py").write_text("")
+    (engine / "pytorch.py").write_text("import no_such_package\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, PROGRAM, "--quick", "--parts", "te", "--output", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 2
+    line = result.stderr.splitlines()[-1]
+    assert "does not load (ModuleNotFoundError: No module named 'no_such_package'); expected one built for" in line
+    assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron_bridge_family_cases import EXPERT_FAMILIES, make_models, verify
 
+from tests.support.scaled_formats import in_blocks, in_mxfp4
+
 # blocks that neither the rows nor the columns of the models' matrices are multiples of
 BLOCK = (20, 12)
 QUANTIZATION: dict[str, dict[str, Any]] = {
@@ -66,26 +68,18 @@ def _quantize(root: Path, role: str, quantization: dict[str, Any], change: Any) 
 
 def _to_mxfp4(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """(The tensors of the file, what they stand for), of the experts' matrices [E, inputs, outputs]; random ones."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     if not name.endswith(("gate_up_proj", "down_proj")):
         return {}, None
-    experts, inputs, outputs = tensor.shape
-    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(120, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
-    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
+    parts, stands_for = in_mxfp4(tensor)
+    return {f"{name}{suffix}": part for suffix, part in parts.items()}, stands_for
 
 
 def _to_fp8(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """As `_to_mxfp4`, of the layers' matrices [outputs, inputs]; transformers would refuse most of these blocks."""
     if not name.endswith("proj.weight") and "kv_a_proj" not in name:
         return {}, None
-    rows, columns = tensor.shape
-    scales = torch.rand(-(-rows // BLOCK[0]), -(-columns // BLOCK[1])) * 1e-2
-    factors = scales.double()[torch.arange(rows)[:, None] // BLOCK[0], torch.arange(columns)[None] // BLOCK[1]]
-    numbers = (tensor.double() / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
-    products = (numbers.double() * factors).float()  # exact in float64
-    return {name: numbers, f"{name}_scale_inv": scales}, products.bfloat16()
+    parts, stands_for = in_blocks(tensor, BLOCK)
+    return {f"{name}{suffix}": part for suffix, part in parts.items()}, stands_for
 
 
 def compute(directory: str, runs: dict[str, list[str]]) -> None:

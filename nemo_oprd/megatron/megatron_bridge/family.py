@@ -18,10 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.megatron.megatron_bridge.gemma import GEMMA4_TYPE, as_published
 from nemo_oprd.megatron.megatron_bridge.mappings import correct, shape_of, translate
 from nemo_oprd.megatron.megatron_bridge.provider_fields import REFUSED, changed, described
-from nemo_oprd.megatron.megatron_bridge.special_models import MIMO_TYPE, add_published_keys, special
+from nemo_oprd.megatron.megatron_bridge.special_models import as_bridge_reads, refuse_unbuilt, special
 from nemo_oprd.megatron.param_names import LAYER_SCALE
 from nemo_oprd.models import FAMILIES, read_hf_config
 from nemo_oprd.models.architecture import (
@@ -185,11 +184,7 @@ def _special_parts(found: BridgeModel) -> dict[str, Any]:
 def bridge_model(hf_config: dict, source: str = "config.json") -> BridgeModel:
     """Reads a config.json with Megatron-Bridge and transformers. Raises ValueError as `bridge_family`."""
     read_quantization(hf_config, source)
-    if hf_config.get("model_type") == GEMMA4_TYPE and not hf_config.get("enable_moe_block"):
-        raise ValueError(
-            f"{source}: a Gemma 4 without experts, which Megatron-Bridge 0.6.2 builds for one pipeline stage and "
-            "without packed sequences; expected one with experts (enable_moe_block=true): choose another model"
-        )
+    refuse_unbuilt(hf_config, source)
     try:
         return _bridge_model(json.dumps(unquantized(hf_config), sort_keys=True))
     except ValueError as error:
@@ -245,11 +240,9 @@ def _auto_bridge(hf_config: dict) -> tuple[Any, Any]:
     config = AutoConfig.for_model(**hf_config)
     if not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    if config.model_type == MIMO_TYPE:
-        add_published_keys(config, hf_config)
+    described = as_bridge_reads(config, hf_config)
     if not AutoBridge.supports(config):
         raise ValueError(f"architectures={config.architectures!r} is not among its supported models")
-    described = as_published(config) if config.model_type == GEMMA4_TYPE else config
     return AutoBridge.from_hf_config(described), config
 
 

@@ -118,9 +118,6 @@ def _with_scaled_embedding(provider: Any, first: bool, last: bool, vp_stage: int
 # input, and by factors of the weights (`ScaledRouter`).
 
 
-GEMMA4_TYPE = "gemma4_text"
-
-
 def as_published(config: Any) -> Any:
     """transformers' config of Gemma 4 as one in which layers do not differ, with the keys of a published config.json.
 

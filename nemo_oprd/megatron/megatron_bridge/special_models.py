@@ -1,11 +1,11 @@
-"""The models of Megatron-Bridge 0.6.2 of which parts are described, corrected or built otherwise: a table by provider.
+"""The models of Megatron-Bridge 0.6.2 of which parts are described, corrected or built otherwise: two tables.
 
 `special(provider)` gives the entry: the fields of a `ModelSpec` that only such models have, what the config decides in
-the provider, and how a chunk is built. Gemma's own parts are in `gemma.py`.
+the provider, and how a chunk is built. Gemma's own parts are in `gemma.py`. `as_bridge_reads` goes by `model_type`.
 
 MiMo-V2-Flash: layers with windows have other heads than those without. Megatron-Bridge reads the keys of the published
 config.json, transformers fields of its own class, whose values for the published model are in its code.
-`add_published_keys` gives the first those of the second, and refuses a config.json in which the two differ:
+`_mimo_as_published` gives the first those of the second, and refuses a config.json in which the two differ:
 transformers would compute another model than the file asks for.
 """
 
@@ -20,7 +20,7 @@ from nemo_oprd.megatron.megatron_bridge import gemma
 from nemo_oprd.models.architecture import Heads
 from nemo_oprd.models.rope import Rope
 
-MIMO_TYPE = "mimo_v2_flash"
+_GEMMA4 = "gemma4_text"
 _SHARE = 0.334  # of the channels that are rotated: transformers' default of this model, which its config leaves out
 
 
@@ -66,15 +66,29 @@ def special(provider: Any) -> Special:
     return _SPECIAL.get(type(provider).__name__, _ORDINARY)
 
 
-def add_published_keys(config: Any, given: dict) -> None:
-    """Sets the keys that Megatron-Bridge reads in transformers' config.
+def refuse_unbuilt(hf_config: dict, source: str) -> None:
+    """Raises ValueError for a config.json (at `source`) of a model of which only some members are built."""
+    if hf_config.get("model_type") == _GEMMA4 and not hf_config.get("enable_moe_block"):
+        raise ValueError(
+            f"{source}: a Gemma 4 without experts, which Megatron-Bridge 0.6.2 builds for one pipeline stage and "
+            "without packed sequences; expected one with experts (enable_moe_block=true): choose another model"
+        )
+
+
+def as_bridge_reads(config: Any, given: dict) -> Any:
+    """transformers' config with the keys that Megatron-Bridge reads.
 
     Args:
         given: the content of config.json.
 
     Raises:
-        ValueError: config.json has another value.
+        ValueError: config.json has what one of the two cannot compute.
     """
+    change = _PUBLISHED.get(config.model_type)
+    return config if change is None else change(config, given)
+
+
+def _mimo_as_published(config: Any, given: dict) -> Any:
     full, windowed = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
     for rope in (full, windowed):
         rope.setdefault("partial_rotary_factor", _SHARE)
@@ -101,6 +115,7 @@ def add_published_keys(config: Any, given: dict) -> None:
                 "same: choose another model"
             )
         setattr(config, key, value)
+    return config
 
 
 def _mimo_layer_spec(stage: int) -> Any:
@@ -136,6 +151,10 @@ def _correct_mimo(provider: Any, complete: dict, rope: Rope, local: Rope | None)
     provider.window_size = complete["sliding_window"]
 
 
+_PUBLISHED: dict[str, Callable[[Any, dict], Any]] = {
+    "mimo_v2_flash": _mimo_as_published,
+    _GEMMA4: lambda config, given: gemma.as_published(config),
+}
 _ORDINARY = Special()
 _SPECIAL = {
     "Gemma2ModelProvider": Special(

@@ -10,6 +10,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 CODE, TEXT = 2, 1
 
@@ -66,6 +68,25 @@ def test_an_architecture_without_kernels_is_refused(tmp_path: Path) -> None:
     before = wheel.read_bytes()
     done = run(str(wheel), "90")
     assert done.returncode == 1 and "has no kernels for architecture 90; expected that of the GPU" in done.stderr
+    assert wheel.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("damaged", "expected"),
+    [
+        (
+            region(entry(CODE, 90, b"own"))[:-1].replace(struct.pack("<Q", 3), struct.pack("<Q", 400)),
+            "behind its region",
+        ),
+        (region(entry(CODE, 90, b"own"))[:40], "unpack_from requires"),
+    ],
+)
+def test_a_damaged_wheel_is_refused_and_stays(damaged: bytes, expected: str, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, damaged)
+    before = wheel.read_bytes()
+    done = run(str(wheel), "90")
+    assert done.returncode == 1 and expected in done.stderr and "fetch it again" in done.stderr
+    assert "Traceback" not in done.stderr
     assert wheel.read_bytes() == before
 
 
