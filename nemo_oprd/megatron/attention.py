@@ -74,8 +74,8 @@ class AttentionPlan:
         if pack.layout.context > 1:
             return AttentionPlan._zigzag(pack, context)
         lengths, offsets = pack.padded, pack.offsets
-        if len(lengths) == 1:
-            return AttentionPlan([Bucket(None, 1, pack.total)])
+        if len(set(lengths.tolist())) == 1:  # one after the other, so that nothing has to be moved
+            return AttentionPlan([Bucket(None, len(lengths), int(lengths[0]))])
         buckets: list[list[int]] = []
         for j in np.argsort(-lengths, kind="stable").tolist():
             if not buckets or lengths[buckets[-1][0]] > BUCKET_RATIO * lengths[j]:

@@ -365,14 +365,16 @@ def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool
         average=average,
         trainable=trainable,
     )
-    teachers: list[Teacher] = [
-        _served_teacher(number, reader_role, dtype, servers[number])
-        if number in servers
-        else _build_teacher(plan, student, teacher_role, number)
-        for number in range(len(plan.files.teachers))
-    ]
-    for model in (plan.files.student, *plan.files.teachers):
-        model.close()
+    if plan.files.student not in plan.files.teachers:
+        plan.files.student.close()  # first: what was read of its files stays in memory until then
+    teachers: list[Teacher] = []
+    for number, files in enumerate(plan.files.teachers):
+        if number in servers:
+            teachers.append(_served_teacher(number, reader_role, dtype, servers[number]))
+        else:
+            teachers.append(_build_teacher(plan, student, teacher_role, number))
+        if files not in plan.files.teachers[number + 1 :]:
+            files.close()
     for each in servers.values():
         each.wait()
     dist.barrier()  # ranks take different times to read weights; the timeouts of later collectives start together here
