@@ -211,9 +211,6 @@ def fit_bridge(spec: RunSpec) -> None:
         source = rollout_source(spec, files)
         plan = make_plan(spec, files, fitting=True)
         distiller = stack.enter_context(closing(build_distiller(plan, trainable=False)))
-        if is_first_rank():
-            for line in spec.models.notes:
-                logger.info(line)
         signals = stack.enter_context(Signals())
         statistics = _collect_statistics(config, distiller, source, signals)
         # signals are ignored from here on: the remaining work is short

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,9 +31,12 @@ from nemo_oprd.run.checkpoint_directory import refuse_damage
 from nemo_oprd.run.checks import trainer_ranks, wait_for_endpoints
 from nemo_oprd.run.provider import OWN
 from nemo_oprd.run.resolve import ResolvedModel, RunModels, RunSpec, resolve
+from nemo_oprd.runtime.messages import is_first_rank
 
 if TYPE_CHECKING:
     from nemo_oprd.vllm.teacher_servers import TeacherServers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
 
 
 def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
-    """Joins the process group and builds student and teachers.
+    """Joins the process group, logs the notes on the models, and builds student and teachers.
 
     Args:
         trainable: whether the student gets gradients and an optimizer.
@@ -289,6 +293,9 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     """
     wait_for_endpoints(plan.run.config)
     init_distributed()
+    if is_first_rank():
+        for note in plan.run.models.notes:
+            logger.info(note)
     stored = {files.source.checkpoint: files for files in (plan.files.student, *plan.files.teachers)}
     for checkpoint, files in stored.items():
         if checkpoint:

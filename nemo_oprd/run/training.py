@@ -347,8 +347,6 @@ def _tell(run: TrainingRun, inputs: RunInputs) -> None:
     if idle is not None and is_first_rank():
         logger.warning(idle.line)
     if is_first_rank():
-        for line in plan.run.models.notes:
-            logger.info(line)
         for line in likely_mistakes(plan, data):
             logger.warning(line)
         if (lacking := lacks_transformer_engine(run.distiller.student.dtype)) is not None:

@@ -6,7 +6,6 @@ The same rollouts must give the same two files in every layout, so a user can ch
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from contextlib import closing
 from itertools import chain
@@ -29,9 +28,6 @@ from nemo_oprd.run.data import recorded_rollouts
 from nemo_oprd.run.models import build_distiller, make_plan
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.files import write_atomically
-from nemo_oprd.runtime.messages import is_first_rank
-
-logger = logging.getLogger(__name__)
 
 Accumulate = Callable[..., StepResult]
 
@@ -51,9 +47,6 @@ def verify(spec: RunSpec, accumulate: Accumulate, *, against_reference: bool = F
     rollouts = recorded_rollouts(config, spec.models)
     assert rollouts is not None
     with closing(build_distiller(make_plan(spec))) as distiller:
-        if is_first_rank():
-            for line in spec.models.notes:
-                logger.info(line)
         _verify(spec.config, distiller, rollouts, accumulate, against_reference=against_reference)
     dist.barrier()
 
