@@ -66,7 +66,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
     parser.add_argument("--peers", metavar="NAMES", type=names, default=[TRL, PLAIN], help="trl,plain, or one of them")
     parser.add_argument("--task", metavar="NAME", help="only the batches of this task, such as mse")
-    parser.add_argument("--repeats", metavar="N", type=positive, default=3, help="turns (3)")
+    parser.add_argument("--repeats", metavar="N", type=positive, default=2, help="turns (2)")
     parser.add_argument("--updates", metavar="N", type=positive, default=1, help="measured updates of a process (1)")
     parser.add_argument("--threads", metavar="N", type=positive, default=1, help="compute threads of a process (1)")
     parser.add_argument("--full", action="store_true", help="also longer responses, ranks, last-k, samples, sampling")

@@ -6,8 +6,9 @@ for short sequences and one for long ones, and scaled cosines and sines). The se
 total length of a sequence compared with `original_max_position_embeddings`, as in Hugging Face's code for a batch of
 one. Two sequences in one pack may therefore have different frequencies.
 
-The settings have transformers' names and meaning, and its `ROPE_INIT_FUNCTIONS` compute the frequencies. This
-module checks the settings that transformers would ignore or misread without an error.
+The settings have transformers' names and meaning, and its `ROPE_INIT_FUNCTIONS` compute the frequencies of all kinds
+but the first two, whose formula is one line. This module checks the settings that transformers would ignore or misread
+without an error.
 """
 
 from __future__ import annotations
@@ -87,11 +88,20 @@ class Rope:
     def frequencies(self, head_dim: int) -> Frequencies:
         """The frequencies that transformers computes for heads of `head_dim` channels, on the CPU."""
         import torch
+
+        if self.kind in ("default", "linear"):  # the same to the last bit, without an import that takes a second
+            channels = rotated_channels(head_dim, self.share)
+            places = torch.arange(0, channels, 2, dtype=torch.int64, device="cpu").to(torch.float32)
+            inv_freq = 1.0 / self.theta ** (places / channels) / (self.get("factor") or 1.0)
+            return Frequencies(inv_freq[None])
+        return self._scaled_frequencies(head_dim)
+
+    def _scaled_frequencies(self, head_dim: int) -> Frequencies:
+        """`frequencies` of the kinds with more settings, by transformers' functions."""
+        import torch
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        # transformers 5 has no function for "default": linear scaling by 1 changes no bit of it
-        kind = "linear" if self.kind == "default" else self.kind
         settings = {name: list(value) if isinstance(value, tuple) else value for name, value in self.settings}
         config = LlamaConfig(
             head_dim=head_dim,
@@ -100,14 +110,14 @@ class Rope:
             # transformers warns of other numbers; some of its versions take the factor of longrope from here
             max_position_embeddings=round(self.reach or 1),
             rope_theta=self.theta,
-            rope_scaling={"rope_type": kind, "factor": 1.0, **settings},
+            rope_scaling={"rope_type": self.kind, "factor": 1.0, **settings},
             **({} if self.share == 1.0 else {"partial_rotary_factor": self.share}),
             **({} if self.switch is None else {_ORIGINAL: self.switch}),
         )
         lengths = [None] if self.switch is None else [self.switch, self.switch + 1]
         cpu = torch.device("cpu")
         with cpu:  # not all tensors that it makes are put on the device that it is given
-            regimes = [ROPE_INIT_FUNCTIONS[kind](config, cpu, seq_len=length) for length in lengths]
+            regimes = [ROPE_INIT_FUNCTIONS[self.kind](config, cpu, seq_len=length) for length in lengths]
         return Frequencies(torch.stack([inv_freq for inv_freq, _ in regimes]), float(regimes[0][1]), self.switch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -66,6 +67,28 @@ def test_cosines_and_sines_are_those_of_transformers_models(family: str, scaling
         found = packed_rotation(frequencies, positions, is_long, torch.float32)
         for ours, theirs in zip(found, rotary(torch.zeros(1), positions[None]), strict=True):
             assert torch.equal(ours[:, 0, 0], theirs[0])
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+def test_frequencies_of_the_plain_kinds_are_those_of_transformers(head_dim: int) -> None:
+    """Bit for bit, for the bases and shares of published models: the formula stands in this project, too."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for theta, share, factor in itertools.product(
+        (1e4, 5e5, 1e6, 5e6, 8e6, 1e7, 150000.0, 10000), (1.0, 0.25, 0.5, 0.75, 0.334), (1.0, 2.0, 3.0, 4.5, 16)
+    ):
+        scaling = {"rope_type": "linear", "factor": factor}
+        sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1}
+        config = LlamaConfig(**sizes, rope_theta=theta, rope_scaling=scaling, partial_rotary_factor=share)
+        theirs, _ = ROPE_INIT_FUNCTIONS["linear"](config, torch.device("cpu"))
+        settings = (("factor", factor),)
+        kinds = [
+            Rope(float(theta), "linear", share, settings),
+            *([Rope(float(theta), "default", share)] * (factor == 1)),
+        ]
+        for rope in kinds:
+            assert torch.equal(rope.frequencies(head_dim).inv_freq[0], theirs), (rope, head_dim)
 
 
 def test_the_scalings_differ() -> None:
