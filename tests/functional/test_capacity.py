@@ -84,15 +84,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_random_model(place / role, SHAPE, seed=seed, std=0.02, dtype=torch.float32)
     save_random_model(place / "qwen3", SHAPE, seed=2, std=0.02, dtype=torch.float32, model_type="qwen3", tied=True)
     save_random_rollouts(place / "rollouts.jsonl", SHAPE, prompt=PROMPT, responses=[RESPONSE] * RESPONSES)
+    # sequences of one length need no copies for attention, which `plan` counts: those of a run differ
+    unlike = [RESPONSE - i for i in range(RESPONSES)]
+    save_random_rollouts(place / "unlike.jsonl", SHAPE, prompt=PROMPT, responses=unlike)
     return place
 
 
-def overrides(models: Path, settings: list[str]) -> list[str]:
+def overrides(models: Path, settings: list[str], rollouts: str = "rollouts.jsonl") -> list[str]:
     """A configuration whose steps are the recorded rollouts, two to a microbatch."""
     return [
         f"student.hf_path={models / 'student'}",
         f"teacher.hf_path={models / 'teacher'}",
-        f"rollout.replay={models / 'rollouts.jsonl'}",
+        f"rollout.replay={models / rollouts}",
         f"train.tokens_per_microbatch={2 * (PROMPT + RESPONSE)}",
         f"train.prompts_per_step={RESPONSES}",
         f"rollout.max_new_tokens={RESPONSE}",
@@ -106,7 +109,7 @@ def overrides(models: Path, settings: list[str]) -> list[str]:
 def test_memory_is_what_a_step_holds(pools: Pools, models: Path, name: str) -> None:
     """Weights, gradients, optimizer and targets to the byte, but for padding of buffers; the rest within 10 %."""
     ranks, settings = CASES[name]
-    arguments = overrides(models, settings)
+    arguments = overrides(models, settings, "unlike.jsonl")
     cluster = Cluster(ranks, GPUS["h100"], layers="cpu")
     found = estimate(resolve(load_config("verify", arguments), cluster.ranks), cluster, Lengths(prompt=PROMPT))
     kinds = {(kind.student, kind.teacher): kind.memory for kind in found.kinds}
