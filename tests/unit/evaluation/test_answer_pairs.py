@@ -75,6 +75,8 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         (r"\pm 5", "5, -5", Y),
     ],
     "thousands separators": [
+        ("10080", "10\N{NO-BREAK SPACE}080", Y),
+        ("10080", "10\N{NARROW NO-BREAK SPACE}081", N),
         ("1200", "1,200", Y),
         ("1,200", "1200", Y),
         ("1,200", "1, 200", N),
@@ -121,6 +123,8 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         (r"\frac{11+9a}{20}", r"\frac{11}{20}+\frac{9}{20}a", Y),
     ],
     "roots, powers and constants": [
+        (r"3\cdot 10^5", "3\N{MIDDLE DOT}10^5", Y),
+        (r"3\cdot 10^5", "3\N{MIDDLE DOT}10^6", N),
         (r"2\sqrt{113}", r"\sqrt{452}", Y),
         (r"11\sqrt2", r"11\sqrt{2}", Y),
         (r"11\sqrt2", r"11\cdot\sqrt{2}", Y),
@@ -210,6 +214,8 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         ("1,2", r"x=1 \text{ or } x=2", Y),
     ],
     "intervals and inequalities": [
+        (r"[3,\infty)", "x \N{GREATER-THAN OR EQUAL TO} 3", Y),
+        (r"(3,\infty)", "x \N{GREATER-THAN OR EQUAL TO} 3", N),
         ("(3,4]", "(3,4)", N),
         ("(3,4]", "[3,4]", N),
         ("(3,4]", "(3, 4]", Y),
@@ -440,6 +446,20 @@ def test_verdicts(kind: str) -> None:
     pytest.importorskip("math_verify")
     wrong = [row for row in PAIRS[kind] if judge(row[1], row[0]).correct != row[2]]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "verdict"),
+    [
+        (r"2\pi", "2\N{GREEK SMALL LETTER PI}", Y),
+        (r"2\pi", "3\N{GREEK SMALL LETTER PI}", N),
+        (r"2\times 3", "2\N{MULTIPLICATION SIGN}3", Y),
+        (r"2\times 3", "2\N{MULTIPLICATION SIGN}4", N),
+    ],
+)
+def test_spellings_that_only_the_judge_of_texts_needs(answer: str, given: str, verdict: bool) -> None:
+    """math-verify knows these signs itself."""
+    assert judge(given, answer, by_text=True).correct is verdict
 
 
 @pytest.mark.parametrize(("answer", "given", "verdict", "reason"), KNOWN_WRONG)
