@@ -51,7 +51,7 @@ needed=(megatron-core einops hydra-core omegaconf filelock pydantic pydantic_cor
 # of single parts, which are skipped without them
 of_parts=(psutil sentencepiece)
 built=(antlr4-python3-runtime)
-# what Transformer Engine imports besides; its wheel would bring 40 MB more that only other programs need
+# what Transformer Engine imports besides; its wheel also asks for packages that it does not import
 engine_imports=(onnx==1.23.2 onnxscript==0.7.2 onnx_ir==1.1.0 ml_dtypes==0.6.0)
 compared=(trl==1.16.0 liger-kernel==0.8.5 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19)
 engine=2.20.2
