@@ -1,7 +1,7 @@
-"""A stand-in for a vLLM server that answers with bytes of vLLM's form and computes nothing.
+"""A stand-in for a vLLM server that computes nothing and answers with what the middleware of a real one sends.
 
-A few answers are prepared once, so that a process of its own serves them at next to no cost. Their bytes are those of
-vLLM 0.32 with `--tokens-only` and `logprobs: 0`: per token its id, and once more its id, its log-probability and its
+A few answers are prepared once, so that a process of its own serves them at next to no cost. They are packed from bytes
+of vLLM 0.32 with `--tokens-only` and `logprobs: 0`: per token its id, and once more its id, its log-probability and its
 rank, twice; 120 to 150 bytes of JSON.
 """
 
@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from nemo_oprd.vllm.worker.nemo_oprd_answers import pack
 
 VOCABULARY = 151_936  # ids of Qwen2.5, of which most have six digits
 _ANSWERS = 4
@@ -63,15 +66,18 @@ class _Connection(asyncio.Protocol):
             return
         self._received = body[length:]
         answer = next(self._answers) if head.startswith(b"POST") else b""
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(answer)
         self._transport.write(head)
         self._transport.write(answer)
 
 
 def _serve(tokens: int, version: str, path: Path, told: Connection, cores: list[int]) -> None:
-    """What the process runs; sends the bytes of an answer through `told` when it listens."""
+    """What the process runs; when it listens, it sends the bytes of vLLM's answer and the seconds of packing it."""
     os.sched_setaffinity(0, cores)
-    answers = [answer_bytes(tokens, version, seed) for seed in range(_ANSWERS)]
+    texts = [answer_bytes(tokens, version, seed) for seed in range(_ANSWERS)]
+    began = time.thread_time()
+    answers = [pack(text) for text in texts]
+    pack_seconds = (time.thread_time() - began) / _ANSWERS
 
     def turns() -> Iterator[bytes]:
         while True:
@@ -80,15 +86,18 @@ def _serve(tokens: int, version: str, path: Path, told: Connection, cores: list[
     async def run() -> None:
         loop, next_answer = asyncio.get_running_loop(), turns()
         server = await loop.create_unix_server(lambda: _Connection(next_answer), path, backlog=4096)
-        told.send(len(answers[0]))
+        told.send((len(texts[0]), pack_seconds))
         await server.serve_forever()
 
     asyncio.run(run())
 
 
 @contextmanager
-def payload_server(tokens: int, version: str, cores: list[int]) -> Iterator[tuple[Path, int]]:
-    """(Unix socket of a server that answers with `tokens` tokens of the weights `version`, bytes of an answer)."""
+def payload_server(tokens: int, version: str, cores: list[int]) -> Iterator[tuple[Path, int, float]]:
+    """A server that answers with `tokens` tokens of the weights `version`.
+
+    Yields (its Unix socket, the bytes of vLLM's answer, CPU seconds in which a server packs one).
+    """
     here, there = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "server"
@@ -97,7 +106,7 @@ def payload_server(tokens: int, version: str, cores: list[int]) -> Iterator[tupl
         process.start()
         there.close()
         try:
-            yield path, here.recv()
+            yield path, *here.recv()
         finally:
             process.kill()
             process.join()

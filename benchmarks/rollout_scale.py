@@ -2,19 +2,20 @@
 
     python -m benchmarks.rollout_scale [--sizes 256x4096 1024x16384] [--ranks 8 64] [--controllers 1 8] [--json FILE]
 
-The measured rank is the world's first one: a controller, on a machine with its share of the ranks. Its client process
-asks a server whose answers have real sizes and cost next to nothing (`payload_server.py`). The other ranks are forked
-and do nothing but take part in the exchange; the controllers among them have their share of the responses at once.
+The measured rank is the world's first one: a controller, on a machine with its share of the ranks. It asks a server
+whose answers have real sizes and cost next to nothing (`payload_server.py`). The other ranks are forked and do nothing
+but take part in the exchange; the controllers among them have their share of the responses at once.
 Then the rank does what a step does until its first microbatch: it exchanges the responses, keeps them for a run that
 resumes, draws the tokens of the sampling check, and plans the update (the last 512 tokens of each response; student
 TP2 + SP, PP2, the rest data parallel). No model computes.
 
 Seconds are CPU seconds of the rank's main thread, and in the exchange of all its threads, because elapsed ones depend
 on what else runs; `*_elapsed_seconds` are beside them; both are the least of three passes. `aside_seconds` are the CPU
-seconds of the thread that writes the kept responses meanwhile, `parse_seconds` those of the client process, which works
-while the servers sample. `host_bytes_per_rank` is the largest growth of the rank's resident memory, shared pages
-counted whole, less 8 bytes per token of the batch for the tokens themselves; `client_bytes` is the growth of the client
-process, of which each controller has one. Nothing is on a device: the exchange is over gloo.
+seconds of the thread that writes the kept responses meanwhile, `client_seconds` those of the controller's threads that
+ask the servers while these sample, `pack_seconds` those in which the servers pack these answers. `host_bytes_per_rank`
+is the largest growth of the rank's resident memory, shared pages counted whole, less 8 bytes per token of the batch for
+the tokens themselves; `client_bytes` is the growth of a controller while it asks. Nothing is on a device: the exchange
+is over gloo.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.vllm.client_process import ClientProcess, Job, Round, RoundSummary, Task
+from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.rounds import LengthEstimate, rollout_of
+from nemo_oprd.vllm.sampler import Job, Round, RoundSummary, Sampler, Task
 from nemo_oprd.vllm.server import Server
 
 SIZES = ("64x1024", "256x4096", "1024x4096", "1024x16384")
@@ -115,30 +117,25 @@ def status_bytes(key: str, process: int | str = "self") -> int:
     return 1024 * int(re.findall(rf"{key}:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0])
 
 
-def cpu_seconds(process: int) -> float:
-    """CPU seconds of another process so far."""
-    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 def sample(count: int, tokens: int) -> tuple[dict[int, Response], dict[str, float]]:
-    """One controller's responses, as its client process hands them over, and what that cost."""
+    """One controller's responses, as its sampler takes them, and what that cost."""
     task = Task([Request([7] * PROMPT)] * count, sampling_of(tokens), 1 << 20, (1,), TokenIds(VOCABULARY), 600.0)
-    order, result = iter(range(count)), Round()
-    process = ClientProcess()
-    with payload_server(tokens, VERSION, OTHER_CORES) as (path, answer_bytes):
+    order, result, client = iter(range(count)), Round(), Client()
+    sampler = Sampler(client)
+    with payload_server(tokens, VERSION, OTHER_CORES) as (path, answer_bytes, pack_seconds):
         server = Server(0, IN_FLIGHT, pushed=VERSION, socket=path)
         job = Job(task, VERSION, STEP, lambda: next(order, None), IN_FLIGHT)
-        # one response first, so that the process has started
-        process.start(Job(task, VERSION, STEP, iter([0, None]).__next__, 1), [server], Round()).result()
-        assert process.pid is not None
-        before, own = cpu_seconds(process.pid), time.process_time()
-        resident = status_bytes("VmRSS", process.pid)
-        process.start(job, [server], result).result()
-        found = {"parse_seconds": cpu_seconds(process.pid) - before, "hand_over_seconds": time.process_time() - own}
-        found["client_bytes"] = status_bytes("VmHWM", process.pid) - resident
+        # one response first, which imports
+        sampler.start(Job(task, VERSION, STEP, iter([0, None]).__next__, 1), [server], Round()).result()
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        resident, before = status_bytes("VmRSS"), time.process_time()
+        sampler.start(job, [server], result).result()
+        found = {"client_seconds": time.process_time() - before, "pack_seconds": pack_seconds * count}
+        found["client_bytes"] = status_bytes("VmHWM") - resident
         found["answer_bytes_per_token"] = answer_bytes / tokens
-    process.close()
+    sampler.close()
+    client.close()
     assert result.error is None and len(result.sampled) == count, (result.error, result.died)
     return result.sampled, found
 

@@ -46,7 +46,7 @@ CALLS = {
     "start": "nemo_oprd.vllm.server:LocalServer.start",
     "healthy": "nemo_oprd.vllm.client:Client.is_healthy",
     "post": "nemo_oprd.vllm.client:Client.post",
-    "answer": "nemo_oprd.vllm.client_process:ClientProcess._take",
+    "answer": "nemo_oprd.vllm.sampler:Sampler._deliver",
     "buckets": "nemo_oprd.vllm.transport:buckets",
 }
 
@@ -178,7 +178,7 @@ class ServerKiller:
         return is_healthy
 
     def _posting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        async def post(client: Any, server: Any, path: str, body: Any = None, *, timeout: float) -> Any:
+        async def post(client: Any, server: Any, path: str, *args: Any, **kwargs: Any) -> Any:
             self._server = server
             if path == "/start_weight_update":
                 self._buckets = 0
@@ -189,7 +189,7 @@ class ServerKiller:
                     self._reach(BETWEEN_BUCKETS, server)
             elif path == "/finish_weight_update":
                 self._reach(BEFORE_FINISH, server)
-            return await call(client, server, path, body, timeout=timeout)
+            return await call(client, server, path, *args, **kwargs)
 
         return post
 

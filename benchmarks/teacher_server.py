@@ -39,7 +39,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.vllm.sampling import Claimed, RequestRound
+from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import Request

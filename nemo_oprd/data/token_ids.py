@@ -2,8 +2,6 @@
 
 A model has rows for `vocab_size` ids, often more than its tokenizer has tokens: the embedding is padded, and added
 tokens may leave gaps. A row without a token is never trained, so an engine must not sample it.
-
-No torch, because the client process of vLLM servers imports this module.
 """
 
 from __future__ import annotations
@@ -58,12 +56,13 @@ class TokenIds:
             mask[start:end] = False
         return mask
 
-    def outside(self, ids: Sequence[int]) -> list[int]:
+    def outside(self, ids: np.ndarray | Sequence[int]) -> list[int]:
         """Returns those `ids` that are not in the set, in their order."""
-        if not self.gaps:
-            return [i for i in ids if not 0 <= i < self.limit]
-        known = self.mask.tobytes()  # single bytes are read faster than items of an array
-        return [i for i in ids if not (0 <= i < self.limit and known[i])]
+        given = np.asarray(ids, np.int64)
+        inside = (given >= 0) & (given < self.limit)
+        if self.gaps:
+            inside &= self.mask[np.where(inside, given, 0)]
+        return given[~inside].tolist()  # type: ignore[no-any-return]
 
     def missing_below(self, limit: int) -> tuple[tuple[int, int], ...]:
         """Returns (first id, end) of each run of ids outside the set below `limit`, which is at least this one."""

@@ -1,4 +1,4 @@
-"""One sampled response in arrays, as engines return it; imports no torch, because client processes use it, too."""
+"""One sampled response in arrays, as engines return it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers that one rank controls, its client and client process, and its folder in shared memory."""
+"""The servers that one rank controls, its client and sampler, and its folder in shared memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from nemo_oprd.megatron.parallel import everyones
 from nemo_oprd.rollout.exchange import machine_name
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.client_process import ClientProcess
 from nemo_oprd.vllm.placement import ServerPlacement
-from nemo_oprd.vllm.server import LocalServer, Server, ServerDied
+from nemo_oprd.vllm.sampler import Sampler
+from nemo_oprd.vllm.server import LocalServer, Server
 from nemo_oprd.vllm.transport import SharedFolder
 
 
@@ -22,13 +22,13 @@ from nemo_oprd.vllm.transport import SharedFolder
 class Controlled:
     """The servers of this rank, by number; everything is empty on ranks that control none.
 
-    `client` makes the calls of weight updates, `sampler` those that sample. `sleepers` are those servers that share
-    GPUs with the trainer and sleep between the calls that sample.
+    `client` makes all calls, `sampler` decides on those that sample. `sleepers` are those servers that share GPUs with
+    the trainer and sleep between the calls that sample.
     """
 
     servers: dict[int, Server] = field(default_factory=dict)
     client: Client | None = None
-    sampler: ClientProcess | None = None
+    sampler: Sampler | None = None
     folder: SharedFolder | None = None
     sleepers: list[int] = field(default_factory=list)
 
@@ -36,7 +36,8 @@ class Controlled:
         """Starts the servers at this rank's `places` that are of this run, without waiting for them."""
         if not places:
             return
-        self.client, self.sampler, self.folder = Client(), ClientProcess(), SharedFolder()
+        self.client, self.folder = Client(), SharedFolder()
+        self.sampler = Sampler(self.client)
         for place in places:
             server = self.servers[place.number] = make_server(place)
             if place.sleeps:
@@ -45,15 +46,6 @@ class Controlled:
                 server.start()
         # a server's guard ends with it; between its death and its restart no other process would remove the folder
         self.folder.guard()
-
-    def report_deaths(self) -> None:
-        """Tells the client process which servers have ended, because only their parent sees it."""
-        for number, server in self.servers.items():
-            try:
-                server.check_alive()
-            except ServerDied as death:
-                assert self.sampler is not None
-                self.sampler.tell_death(number, str(death))
 
     def close(self) -> None:
         """Ends the servers of this run, releases endpoints, and removes the servers' files in shared memory."""

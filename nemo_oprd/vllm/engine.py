@@ -2,10 +2,9 @@
 
 One rank per machine, the controller, starts the servers of its machine and calls them over Unix sockets. The other
 ranks wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one
-queue, so a fast server samples more of them. The controller's client process sends them to the servers and parses the
+queue, so a fast server samples more of them. A thread of the controller sends them to the servers and takes the
 answers; at the end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when no
 request is left to claim; the server is restarted, gets the current weights again, and the next round samples the rest.
-A client process that dies ends the round, too; the next one has another client process.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from nemo_oprd.rollout.engine import (
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.runtime.signals import StoppedWaiting, agree
 from nemo_oprd.vllm import transport
-from nemo_oprd.vllm.client_process import Task
 from nemo_oprd.vllm.controller import Controlled, machines_and_devices
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.vllm.placement import ServerPlacement, place_servers
 from nemo_oprd.vllm.rounds import Rounds, VllmTicket
+from nemo_oprd.vllm.sampler import Task
 from nemo_oprd.vllm.server import LocalServer, Server, ServerRefused
 from nemo_oprd.vllm.weight_transfer import UpdateCalls, WeightPush, digest_in
 
@@ -239,7 +238,7 @@ class VllmEngine(Generates):
             GenerationCancelled, ValueError: as `collect`.
         """
         found = self._rounds.take(ticket, should_cancel)
-        cancelled, failed = found.cancelled, bool(found.died or found.lost)
+        cancelled, failed = found.cancelled, bool(found.died)
         if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
             (cancelled,) = agree(device(), should_cancel())
         if cancelled:
@@ -249,7 +248,7 @@ class VllmEngine(Generates):
         assert failed or found.sampled, "no server had the weights"
         if failed and self._settings.repeat == "step":
             ticket.forget()
-        if found.died:
+        if failed:
             self._push.revive(found.died)
             self._push_again()
 

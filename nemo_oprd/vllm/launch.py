@@ -94,6 +94,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
         *("--logits-processors", "nemo_oprd_worker:KnownIds"),
         *("--additional-config", json.dumps({"nemo_oprd_known_ids": known.limit, "nemo_oprd_gaps": known.gaps})),
         *("--weight-transfer-config", json.dumps({"backend": "nemo_oprd"})),
+        *("--middleware", "nemo_oprd_answers.PackedAnswers"),
         "--disable-uvicorn-access-log",
     ]
     if cuda:

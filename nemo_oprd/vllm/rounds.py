@@ -27,10 +27,9 @@ from nemo_oprd.megatron.parallel import everyones, first_ranks
 from nemo_oprd.rollout.engine import Enough, Request, Ticket, Weights
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
-from nemo_oprd.runtime.messages import ON_STDOUT
-from nemo_oprd.vllm.client_process import Job, Round, RoundSummary, Task
 from nemo_oprd.vllm.controller import Controlled
 from nemo_oprd.vllm.placement import ServerPlacement
+from nemo_oprd.vllm.sampler import Job, Round, RoundSummary, Task
 from nemo_oprd.vllm.server import ServerRefused
 
 # The progress of a round, the queue from which controllers claim requests, and the order of requests in it.
@@ -79,7 +78,7 @@ class Seen:
 
 
 class Progress:
-    """Progress of a round; every rank has one and calls it alike. `controllers`: the ranks with client processes."""
+    """Progress of a round; every rank has one and calls it alike. `controllers`: the ranks that call servers."""
 
     def __init__(self, controllers: Iterable[int]) -> None:
         self._controllers = sorted(controllers)
@@ -234,7 +233,7 @@ class VllmTicket(Ticket):
     """See `Ticket`.
 
     Attributes:
-        own: responses of this rank's client process, by the index of their request.
+        own: responses that this rank's servers have sampled, by the index of their request.
         complete: the indices of all requests that have a response on some rank.
         under_way: the current round, with this rank's part in it.
         round_began: the begin of the last round, in seconds since the epoch.
@@ -255,11 +254,11 @@ class VllmTicket(Ticket):
         """The requests without a response, in order."""
         return [i for i in range(len(self.requests)) if i not in self.complete]
 
-    def note_served(self, served_s: dict[int, tuple[float, float]]) -> None:
-        """Records when each server was busy, in seconds since the last round began."""
-        for number, (first, last) in served_s.items():
-            began, _ = self.served.get(number, (self.round_began + first, 0.0))
-            self.served[number] = began, self.round_began + last
+    def note_served(self, busy_s: dict[int, float]) -> None:
+        """Records until when each server was busy, in seconds since the last round began."""
+        for number, seconds in busy_s.items():
+            began, _ = self.served.get(number, (self.round_began, 0.0))
+            self.served[number] = began, self.round_began + seconds
 
     def forget(self) -> None:
         """Drops all samples since the ticket was made."""
@@ -292,7 +291,6 @@ class Rounds:
         self._queue = RequestQueue(mine.client is not None, len(controllers))
         self._exchange = Exchange(controllers, None if mine.folder is None else mine.folder.path)
         self._progress = Progress(controllers)
-        self._lost_clients = 0
         self.lengths = LengthEstimate()
 
     def begin(self, ticket: VllmTicket, version: str, weights: Weights) -> None:
@@ -314,7 +312,6 @@ class Rounds:
         mine, work = ticket.under_way
 
         def look() -> Seen:
-            self._mine.report_deaths()
             return Seen() if work is None else Seen.of(mine, is_over=work.done())
 
         self._progress.wait(
@@ -336,11 +333,9 @@ class Rounds:
         ticket.own |= mine.sampled
         ticket.complete |= found.sampled
         ticket.busy_s |= found.busy_s
-        ticket.note_served(found.served_s)
+        ticket.note_served(found.busy_s)
         if found.error is not None:
             raise ServerRefused(found.error)
-        self._lost_clients += len(found.lost)
-        _check_clients(self._lost_clients, found.lost, self._settings.max_restarts)
         return found
 
     def cut(self, ticket: VllmTicket) -> tuple[RoundSummary, dict[int, Response]]:
@@ -376,7 +371,6 @@ class Rounds:
                 if cancelled:
                     self._queue.cancel()
                     sampler.stop()
-                self._mine.report_deaths()
         if work is not None:
             work.result()  # raises errors of this program
         self._queue.finish()
@@ -407,21 +401,8 @@ class Rounds:
         return found
 
 
-def _check_clients(count: int, lost: list[str], most: int) -> None:
-    """Reports the client processes that a round has `lost`; ServerRefused beyond `most` in all (`count`)."""
-    for how in lost:
-        said = f"the client of the vLLM servers ({how}) is started again, and what it lacked is sampled again"
-        if dist.get_rank() == 0:
-            logger.warning(said, extra=ON_STDOUT)
-    if count > most:
-        raise ServerRefused(
-            f"the client of the vLLM servers ended {count} times, the last time: {lost[-1]}; expected at most {most} "
-            "times (rollout.vllm.max_restarts): see whether the machine runs out of memory"
-        )
-
-
 def rollout_of(request: Request, response: Response) -> Rollout:
-    assert response.versions is not None and len(response.versions) == 1  # `client_main.py` refuses others
+    assert response.versions is not None and len(response.versions) == 1  # `AnswerCheck` refuses others
     recorded = {"logprobs": response.logprobs, "weight_versions": response.versions}
     return request.answered(response.ids, finished=response.finished, cut=response.cut, **recorded)
 

@@ -202,7 +202,7 @@ def last_words(log: Path) -> str:
 
 
 def server_command(python: Path, flags: list[str], listen: list[str]) -> list[str]:
-    """The command that starts a server; `flags`: `server_arguments`, `listen`: its address and middleware."""
+    """The command that starts a server; `flags`: `server_arguments`, `listen`: its address and further middleware."""
     return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, *listen]
 
 

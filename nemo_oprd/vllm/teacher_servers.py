@@ -35,7 +35,6 @@ from nemo_oprd.vllm.controller import machines_and_devices
 from nemo_oprd.vllm.endpoint import Endpoint
 from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.placement import dedicated_ranks, rank_groups
-from nemo_oprd.vllm.sampling import GENERATE
 from nemo_oprd.vllm.server import LocalServer, Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_canary import Canary
@@ -51,6 +50,7 @@ from nemo_oprd.vllm.teacher_requests import Answer, Request, Shards, wanted_sequ
 from nemo_oprd.vllm.teacher_round import Ahead, Round, host_room, server_room, shared_endpoint
 from nemo_oprd.vllm.transport import SharedFolder
 from nemo_oprd.vllm.weight_transfer import PROBE, Failures
+from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_digest
 
 # A teacher that vLLM servers compute: its ranks request the rows of their own sequences.

@@ -24,9 +24,9 @@ from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.vllm.controller import Controlled
 from nemo_oprd.vllm.placement import ServerPlacement
-from nemo_oprd.vllm.sampling import GENERATE
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_group import Ended, Rendezvous, WeightGroup
+from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, Digest
 
 # The calls of a weight transfer to one server: wait until it is healthy, begin, receive, compare, sample again.

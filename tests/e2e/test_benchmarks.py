@@ -32,7 +32,7 @@ def test_rollout_engines_without_vllm(pools: Pools, tmp_path: Path) -> None:
 
 
 def test_rollouts_at_size(tmp_path: Path) -> None:
-    """Real processes: a server of payloads, a client process, and ranks of two machines that share their responses."""
+    """Real processes: a server of payloads, and ranks of two machines that share their responses."""
     file = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks.rollout_scale", "--sizes", "96x64", "--json", str(file)]
     shown = subprocess.run(

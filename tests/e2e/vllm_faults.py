@@ -13,9 +13,9 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.cli import main
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.stream_rollouts import StreamSampler
-from nemo_oprd.vllm import client_process, server
+from nemo_oprd.vllm import request_round, server
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.client_process import Task
+from nemo_oprd.vllm.sampler import Task
 from nemo_oprd.vllm.weight_transfer import UpdateCalls
 
 
@@ -33,11 +33,11 @@ def another_temperature() -> None:
 def stale_prefix_cache() -> None:
     post = Client.post
 
-    async def keeping(client: Client, to: server.Server, path: str, body: Any = None, *, timeout: float) -> Any:
-        return await post(client, to, path.replace("mode=wait", "mode=wait&clear_cache=false"), body, timeout=timeout)
+    async def keeping(client: Client, to: server.Server, path: str, *args: Any, **kwargs: Any) -> Any:
+        return await post(client, to, path.replace("mode=wait", "mode=wait&clear_cache=false"), *args, **kwargs)
 
     Client.post = keeping  # type: ignore[method-assign]
-    client_process.MODULE = "tests.e2e.keeping_client"
+    request_round.PAUSE_AND_CUT += "&clear_cache=false"
     early_cuts()
 
 

@@ -17,19 +17,23 @@ Answers = Callable[[str, str, bytes], "tuple[int, bytes]"]
 
 
 class DoorStandIn:
-    """ASGI middleware `MODULE.CLASS` before what `answer` answers."""
+    """ASGI middleware, each `MODULE.CLASS`, before what `answer` answers; the last one is the outermost, as in vLLM."""
 
-    def __init__(self, middleware: str, answer: Answers) -> None:
-        module, _, name = middleware.rpartition(".")
+    def __init__(self, middleware: list[str], answer: Answers) -> None:
         self._answer, self._loop = answer, asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(256)  # a request that waits must not keep another one from its answer
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._door = getattr(importlib.import_module(module), name)(self._app)
+        self._door: Any = self._app
+        for each in middleware:
+            module, _, name = each.rpartition(".")
+            self._door = getattr(importlib.import_module(module), name)(self._door)
 
     async def _app(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Stands in for vLLM's application."""
         body = (await receive())["body"]
-        asked = self._answer, scope["method"], scope["path"], body
+        query = scope["query_string"].decode()
+        path = f"{scope['path']}?{query}" if query else scope["path"]
+        asked = self._answer, scope["method"], path, body
         status, content = await self._loop.run_in_executor(self._threads, *asked)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": content})

@@ -24,7 +24,7 @@ from door_stand_in import DoorStandIn
 from nemo_oprd_bridge import BridgeFile
 from nemo_oprd_files import FOLDER, open_bucket
 from nemo_oprd_requests import ASK, GENERATION, AnswerFolder, Ask, weights_digest
-from vllm_stand_in import HERE, Handler, Refusal, UnixServer, happens
+from vllm_stand_in import HERE, Handler, Refusal, UnixServer, answer, happens
 
 
 class Teacher:
@@ -107,42 +107,13 @@ def computed(task: dict[str, Any]) -> bytes:
     return values[1:]  # a byte that says that it did
 
 
-class SharedHandler(Handler):
-    """Of a server of `serve`: all calls pass its door."""
-
-    behind: DoorStandIn
-
-    def do_GET(self) -> None:
-        self._through(b"")
-
-    def do_POST(self) -> None:
-        self._through(self.rfile.read(int(self.headers["Content-Length"])))
-
-    do_PUT = do_DELETE = do_OPTIONS = do_POST
-
-    def _through(self, body: bytes) -> None:
-        self._send(*self.behind.request(self.command, self.path, dict(self.headers.items()), body))
-
-
-def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
-    """What the server behind the door answers."""
-    if method == "GET":
-        return 200, b""
-    try:
-        found = Handler.model.answer(path, json.loads(body))
-    except Refusal as refusal:
-        return 400, str(refusal).encode()
-    except Exception as error:  # as vLLM answers what its workers raise
-        return 500, str(error).encode()
-    return 200, b"" if found is None else json.dumps(found).encode()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("model", "dtype"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("uds", "host", "port", "middleware"):
+    for name in ("uds", "host", "port"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--middleware", action="append", default=[])
     parser.add_argument("--max-model-len", type=int, required=True)
     options, _ = parser.parse_known_args()
     faults = json.loads((HERE / "faults.json").read_text())
@@ -150,15 +121,13 @@ def main() -> None:
         print(f"RuntimeError: {faults['start']['text']}")
         sys.exit(1)
     Handler.model = Teacher(options, faults)  # type: ignore[assignment]
-    handler = Handler
-    if options.middleware:
-        handler, SharedHandler.behind = SharedHandler, DoorStandIn(options.middleware, answer)
+    Handler.door = DoorStandIn(options.middleware, answer)
     server: ThreadingHTTPServer
     if options.uds:
         Handler.disable_nagle_algorithm = False
-        server = UnixServer(options.uds, handler, bind_and_activate=False)  # type: ignore[arg-type]
+        server = UnixServer(options.uds, Handler, bind_and_activate=False)  # type: ignore[arg-type]
     else:
-        server = ThreadingHTTPServer((options.host, int(options.port)), handler, bind_and_activate=False)
+        server = ThreadingHTTPServer((options.host, int(options.port)), Handler, bind_and_activate=False)
     server.request_queue_size = 128
     server.server_bind()
     server.server_activate()

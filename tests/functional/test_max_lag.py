@@ -20,7 +20,7 @@ from vllm_engine_cases import make_bench
 from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
 from nemo_oprd.run.timeline import Interval, hidden_share, read_timeline
 from nemo_oprd.tools.toy.pair import make_tiny_pair
-from nemo_oprd.vllm.client_process import seed_of
+from nemo_oprd.vllm.sampler import seed_of
 
 STEPS, BATCH = 4, 4
 DELAY_S = 0.05  # of a response

@@ -70,7 +70,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def expected(seed: int, prompts: list[list[int]], key: tuple[int, ...] = (7, 1, 0), known: int = 300) -> list[tuple]:
     """(ids, log-probabilities, finish reason) of a call, computed without a server."""
-    from nemo_oprd.vllm.client_process import seed_of
+    from nemo_oprd.vllm.sampler import seed_of
 
     tensors = {name: ("float32", tuple(tensor.shape), *_sums(tensor)) for name, tensor in weights(seed).items()}
     digest, found = vllm_stand_in.digest_of(tensors), []
@@ -260,9 +260,8 @@ def run(
     "load 1" and "update 2" give weights, "change 3" changes them without an update; "kill" ends all servers, "occupy"
     the memory of the GPUs, and "stop" asks the first rank to stop after a moment. "generate" samples a response to each
     prompt, with what an earlier "cancel" has completed as `done`, "generate last" before an update; "full" samples
-    while responses can't be kept, "slow" while the first one is kept only when all were asked for. "lose" samples while
-    the last controller's client process is killed, "lose idle" after that. "count 6" samples at most 6 tokens per
-    response and counts the bytes of objects.
+    while responses can't be kept, "slow" while the first one is kept only when all were asked for. "count 6" samples at
+    most 6 tokens per response and counts the bytes of objects.
 
     Args:
         nodes: every rank claims to be on a machine of its own.
@@ -271,7 +270,7 @@ def run(
         say_after: seconds after which a line says which server is waited for.
 
     Returns:
-        "sampled": per "generate" and "lose", (ids, log-probabilities, finish reason) of each response, and "metrics";
+        "sampled": per "generate", (ids, log-probabilities, finish reason) of each response, and "metrics";
         "said"; "completed" by each "cancel"; "counted" per "count", (sampled tokens, bytes of the largest object that a
         rank pickled for others); "kept" per call, (index, ids, log-probabilities) of every response that a rank kept,
         by index; and the "error" that ended the plan. "seconds" of each part of the plan, and when the last one ended;
@@ -365,7 +364,6 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
 
     from nemo_oprd.rollout.engine import GenerationCancelled, Request, SamplingParams
 
-    killed: list[int] = []
     asked, done, step, changed = [Request(prompt) for prompt in PROMPTS], dict[int, Any](), 0, 0
     sampling = SamplingParams(0.9, 1.0, 6, (7, 1, 0))
 
@@ -376,18 +374,10 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
     def keep(rollouts: dict[int, Any]) -> None:
         found["kept"][-1] += [(i, r.response_ids.tolist(), r.logprobs.tolist()) for i, r in rollouts.items()]
 
-    def kill_client(after: int = 5) -> bool:
-        """Kills the client process once, when the servers were asked so often; never asks to cancel."""
-        is_last = dist.get_rank() == dist.get_world_size() - 1
-        if is_last and not killed and len(requests(root)) >= after:
-            killed.append(made._mine.sampler.pid)
-            os.kill(killed[0], signal.SIGKILL)
-        return False
-
     def carry_out(what: str) -> None:
         nonlocal done, step, changed
         kind, _, number = what.partition(" ")
-        if kind in ("generate", "cancel", "lose", "slow"):
+        if kind in ("generate", "cancel", "slow"):
             found["kept"].append([])
         if kind == "load":
             made.load(weights(int(number)).__getitem__, "a test")
@@ -417,10 +407,7 @@ def _carry_out(plan: list[str], made: Any, found: dict[str, Any], root: str) -> 
         elif kind in ("full", "slow"):
             made.generate(asked, sampling, keep=full if kind == "full" else slow(root, keep))
         else:
-            if what == "lose idle":
-                kill_client(0)
-            cancels = kill_client if what == "lose" else lambda: False
-            rollouts = made.generate(asked, sampling, cancels, done, keep, last=number == "last")
+            rollouts = made.generate(asked, sampling, lambda: False, done, keep, last=number == "last")
             assert [rollout.prompt_ids.tolist() for rollout in rollouts] == PROMPTS
             assert {rollout.weight_versions[:, 0].item() for rollout in rollouts} == {step}
             found["sampled"].append([(r.response_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts])

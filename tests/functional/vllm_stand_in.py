@@ -5,7 +5,7 @@ responses on any server. It refuses calls in an order that vLLM would refuse, an
 its definition, with code of its own. Only for weights that come over a process group it has torch and the code of the
 real workers; its workers are then threads.
 
-It listens where vLLM would, and has the server's own middleware at its door and its own check of files.
+It listens where vLLM would, and has the server's own middleware and its own check of files.
 
 `STAND_IN` in the environment is a directory. `faults.json` there says what the servers do wrong, each server appends
 its requests to `requests.jsonl`, and faults that happen `times` times leave a file for each time.
@@ -14,9 +14,7 @@ its requests to `requests.jsonl`, and faults that happen `times` times leave a f
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -32,6 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from door_stand_in import DoorStandIn
 
 try:
     from nemo_oprd_files import open_bucket  # of the server's own folder
@@ -329,41 +330,23 @@ def happens(name: str, fault: dict[str, Any]) -> bool:
 
 
 class Handler(BaseHTTPRequestHandler):
+    """All calls pass the server's middleware."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     model: Model
-
-    door: Any = None
+    door: DoorStandIn
 
     def do_GET(self) -> None:
-        self._call(lambda: (200, b""))
+        self._through(b"")
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-
-        def answer() -> tuple[int, bytes]:
-            try:
-                found = self.model.answer(self.path, body)
-            except Refusal as refusal:
-                return 400, json.dumps({"error": str(refusal)}).encode()
-            except Exception as error:  # as vLLM answers what its workers raise
-                return 500, json.dumps({"error": str(error)}).encode()
-            return 200, b"" if found is None else json.dumps(found).encode()
-
-        self._call(answer)
+        self._through(self.rfile.read(int(self.headers["Content-Length"])))
 
     do_PUT = do_DELETE = do_OPTIONS = do_POST
 
-    def _call(self, answer: Callable[[], tuple[int, bytes]]) -> None:
-        """Sends what `answer` returns, unless the door does not let the request in."""
-        if self.door is not None:
-            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
-            scope = {"type": "http", "method": self.command, "path": self.path.split("?")[0], "headers": headers}
-            sent: list[dict[str, Any]] = []
-            asyncio.run(self.door(scope, sent))
-            if sent:
-                return self._send(sent[0]["status"], sent[1]["body"])
-        return self._send(*answer())
+    def _through(self, body: bytes) -> None:
+        self._send(*self.door.request(self.command, self.path, dict(self.headers.items()), body))
 
     def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)
@@ -384,30 +367,26 @@ class UnixServer(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
 
 
-def at_the_door(middleware: str) -> Any:
-    """Of ASGI middleware `MODULE.CLASS`: a coroutine function of (request, list for its answer)."""
-    module, _, name = middleware.rpartition(".")
-
-    async def lets_in(*_: Any) -> None:
-        """What is behind the door answers in another way."""
-
-    door = getattr(importlib.import_module(module), name)(lets_in)
-
-    async def call(scope: dict[str, Any], sent: list[dict[str, Any]]) -> None:
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        await door(scope, None, send)
-
-    return call
+def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    """What the server behind its middleware answers."""
+    if method == "GET":
+        return 200, b""
+    try:
+        found = Handler.model.answer(path, json.loads(body))
+    except Refusal as refusal:
+        return 400, json.dumps({"error": str(refusal)}).encode()
+    except Exception as error:  # as vLLM answers what its workers raise
+        return 500, json.dumps({"error": str(error)}).encode()
+    return 200, b"" if found is None else json.dumps(found).encode()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("model", "dtype", "tensor-parallel-size", "additional-config", "logprobs-mode"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("host", "port", "uds", "middleware"):
+    for name in ("host", "port", "uds"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--middleware", action="append", default=[])
     options, _ = parser.parse_known_args()
     faults = json.loads((HERE / "faults.json").read_text())
     if Path(faults.get("start_while", "/nowhere")).exists():
@@ -422,8 +401,7 @@ def main() -> None:
         print("and something after it")
         sys.exit(1)
     Handler.model = Model(options, faults)
-    if options.middleware:
-        Handler.door = staticmethod(at_the_door(options.middleware))
+    Handler.door = DoorStandIn(options.middleware, answer)
     if options.uds:
         Handler.disable_nagle_algorithm = False
         server = UnixServer(options.uds, Handler, bind_and_activate=False)  # type: ignore[arg-type]

@@ -21,11 +21,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qs
 
+from nemo_oprd_answers import GENERATE, send_answer, whole_answer
 from nemo_oprd_files import FOLDER
 from nemo_oprd_middleware import Door
 from nemo_oprd_requests import NAME, ROOM, STATES, AnswerFolder
 
-GENERATE, COLLECTIVE = "/inference/v1/generate", "/collective_rpc"
+COLLECTIVE = "/collective_rpc"
 METHODS = ("nemo_oprd_describe", "nemo_oprd_install")
 # share of the free bytes in shared memory, at the server's start, that answers may take
 ROOM_SHARE = 0.5
@@ -56,7 +57,7 @@ class TeacherDoor(Door):
     async def _pass(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         path = scope.get("path", "")
         if path == ROOM:
-            await _answer(send, 200, str(self._room.limit).encode())
+            await send_answer(send, 200, str(self._room.limit).encode())
         elif path == COLLECTIVE:
             await self._collective(scope, receive, send)
         elif path.startswith(f"{STATES}/"):
@@ -73,7 +74,7 @@ class TeacherDoor(Door):
         except (ValueError, AttributeError, TypeError):
             method = None
         if method not in METHODS:
-            await _answer(send, 403, f"expected one of the methods {', '.join(METHODS)}, and nothing else".encode())
+            await send_answer(send, 403, f"expected one of the methods {', '.join(METHODS)}, and nothing else".encode())
             return
         await self._app(scope, _replayed(content, receive), send)
 
@@ -81,7 +82,7 @@ class TeacherDoor(Door):
         """Lets the server compute, and sends the answer; always removes the answer's file."""
         size = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("bytes", [""])[0]
         if not NAME.fullmatch(name) or not (size.isdecimal() and len(size) <= _MOST_DIGITS):
-            await _answer(send, 400, b"expected the name of an answer, and ?bytes= with its size")
+            await send_answer(send, 400, b"expected the name of an answer, and ?bytes= with its size")
             return
         if time.monotonic() > self._cleared + _LEFT_S / 10:
             self._cleared = time.monotonic()
@@ -89,32 +90,18 @@ class TeacherDoor(Door):
         async with self._room.of(int(size)):
             try:
                 inner = {**scope, "path": GENERATE, "raw_path": GENERATE.encode(), "query_string": b""}
-                status, content = await self._computed(inner, receive)
+                status, content = await whole_answer(self._app, inner, receive)
                 file = self._folder.open(name) if status == 200 else None
                 if file is not None:
                     await _send_file(send, file)
                 elif status == 200:
                     text = "no states of this name were computed; expected an ask for them: read the server's log"
-                    await _answer(send, 409, text.encode())
+                    await send_answer(send, 409, text.encode())
                 else:
-                    await _answer(send, status, content)
+                    await send_answer(send, status, content)
             finally:
                 if (left := self._folder.open(name)) is not None:
                     os.close(left)
-
-    async def _computed(self, scope: dict[str, Any], receive: Any) -> tuple[int, bytes]:
-        """Returns (status, content) of the server's own answer, which is short."""
-        status, parts = 500, list[bytes]()
-
-        async def keep(message: dict[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
-        await self._app(scope, receive, keep)
-        return status, b"".join(parts)
 
 
 class _Room:
@@ -172,9 +159,3 @@ async def _send_file(send: Any, file: int) -> None:
             part = stream.read(_CHUNK_BYTES)
             left -= len(part)
             await send({"type": "http.response.body", "body": part, "more_body": left > 0})
-
-
-async def _answer(send: Any, status: int, content: bytes) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

@@ -12,7 +12,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.rollout.concurrent_evaluation import Beside, EngineBeside
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, TRAINING_STREAM, GenerationCancelled, Request, SamplingParams
-from nemo_oprd.vllm.client_process import Task
+from nemo_oprd.vllm.sampler import Task
 
 TRAINING, EVALUATION = (
     SamplingParams(1.0, 1.0, 8, (0, TRAINING_STREAM, 3)),

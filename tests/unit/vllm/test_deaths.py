@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_oprd.vllm.sampling import RequestRound
+from nemo_oprd.vllm.request_round import RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import RequestQueue, Round

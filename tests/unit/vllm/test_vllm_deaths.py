@@ -15,10 +15,11 @@ import pytest
 from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.vllm import client, weight_transfer
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.client_main import AnswerCheck
 from nemo_oprd.vllm.placement import ServerPlacement
+from nemo_oprd.vllm.sampler import AnswerCheck, Round
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_transfer import UpdateCalls
+from nemo_oprd.vllm.worker.nemo_oprd_answers import pack
 
 
 class Ending(BaseHTTPRequestHandler):
@@ -36,8 +37,11 @@ class Ending(BaseHTTPRequestHandler):
         """Prints nothing."""
 
 
+CHECK = AnswerCheck("1-a", TokenIds(10), Round())
+
+
 def answer(reason: str) -> bytes:
-    """A response of two tokens, with more than the engine reads."""
+    """vLLM's response of two tokens, with more than the engine reads."""
     spans = [{"version": "1-a", "start": 0, "end": 2}]
     logprobs = {"content": [{"logprob": -1.0, "rank": 1, "top_logprobs": []}, {"logprob": -2, "token_id": 7}]}
     choice = {"token_ids": [1, 9], "weight_versions": spans, "logprobs": logprobs, "finish_reason": reason, "index": 0}
@@ -124,7 +128,7 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
 
 @pytest.mark.parametrize(("reason", "finished"), [("stop", True), ("length", False)])
 def test_complete_responses_are_taken(reason: str, finished: bool) -> None:
-    response = AnswerCheck("1-a", TokenIds(10)).read(0, answer(reason), 2, "server")
+    response = CHECK.read(0, pack(answer(reason)), 2, "server")
     assert (response.ids.tolist(), response.finished) == ([1, 9], finished)
     assert response.logprobs is not None and response.logprobs.tolist() == [-1.0, -2.0]
     assert (response.ids.dtype, response.logprobs.dtype) == (np.int32, np.float32)
@@ -132,10 +136,10 @@ def test_complete_responses_are_taken(reason: str, finished: bool) -> None:
 
 def test_a_response_that_was_given_up_is_not_taken() -> None:
     with pytest.raises(ServerDied, match="gave response 0 up"):
-        AnswerCheck("1-a", TokenIds(10)).read(0, answer("abort"), 2, "server")
+        CHECK.read(0, pack(answer("abort")), 2, "server")
 
 
-@pytest.mark.parametrize("text", [b"", b"no JSON", b"{}", b'{"choices": []}', answer("stop").replace(b"9", b'"9"')])
+@pytest.mark.parametrize("text", [b"", b"no JSON", answer("stop"), pack(answer("stop"))[:20]])
 def test_answers_in_another_form(text: bytes) -> None:
-    with pytest.raises(ServerRefused, match="in another form"):
-        AnswerCheck("1-a", TokenIds(10)).read(0, text, 2, "server")
+    with pytest.raises(ServerRefused, match="server answered response 0 in another form"):
+        CHECK.read(0, text, 2, "server")

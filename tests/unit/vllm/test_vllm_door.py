@@ -118,7 +118,7 @@ def test_a_lease_ends(visitor: Visitor) -> None:
 
 
 def test_a_late_call_takes_no_lease_that_was_given_back(visitor: Visitor) -> None:
-    """A request of a client process that has ended may arrive after the controller has given the lease back."""
+    """A request whose round was ended may arrive after the controller has given the lease back."""
     visitor.knock("/pause", "first")
     assert visitor.knock(RELEASE, "first") == (200, "")
     status, said = visitor.knock("/inference/v1/generate", "first")

@@ -1,7 +1,4 @@
-"""The scheduler of requests in a client process: it sends a controller's requests to its servers as these have room.
-
-Like every import of a client process, it imports neither torch nor Megatron.
-"""
+"""The scheduler of requests: it sends a controller's requests to its servers as these have room."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client, ConnectionBroken
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 
-GENERATE = "/inference/v1/generate"
 # makes a server answer its requests with the tokens so far, and hold back new ones
 PAUSE_AND_CUT = "/pause?mode=abort"
 # a request may arrive while its server is paused: it waits there until the next pause aborts it
@@ -114,6 +111,12 @@ class RequestRound(Generic[T]):
         except ServerRefused as refusal:
             self.error = self.error or str(refusal)
             self.stopped.set()
+
+    def abandon(self) -> None:
+        """Ends the round without a wait for its servers, which no later round uses."""
+        self.stopped.set()
+        if self._pauses is not None:
+            self._pauses.cancel()
 
     def give_back(self, claimed: Claimed) -> None:
         """Takes back a request that was claimed for a server which has died meanwhile."""
