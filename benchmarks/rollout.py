@@ -127,9 +127,9 @@ class UpdateMeter:
         client: Any = self._engine._mine.client
         post = client.post
 
-        async def timed(server: Any, path: str, body: Any = None, *, timeout: float) -> Any:
+        async def timed(server: Any, path: str, body: Any = None, **more: Any) -> Any:
             start = time.perf_counter()
-            answer = await post(server, path, body, timeout=timeout)
+            answer = await post(server, path, body, **more)
             name = body["method"] if path == "/collective_rpc" else path
             self._calls[name] += time.perf_counter() - start
             return answer

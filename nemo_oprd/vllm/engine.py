@@ -39,13 +39,14 @@ from nemo_oprd.rollout.engine import (
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.runtime.signals import StoppedWaiting, agree
 from nemo_oprd.vllm import transport
-from nemo_oprd.vllm.controller import Controlled, machines_and_devices
+from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.endpoint import Endpoint, caller
+from nemo_oprd.vllm.fleet import Fleet, machines_and_devices
 from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.vllm.placement import ServerPlacement, place_servers
 from nemo_oprd.vllm.rounds import Rounds, VllmTicket
-from nemo_oprd.vllm.sampler import Task
-from nemo_oprd.vllm.server import LocalServer, Server, ServerRefused
+from nemo_oprd.vllm.sampler import Sampler, Task
+from nemo_oprd.vllm.server import LocalServer, Server
 from nemo_oprd.vllm.weight_transfer import UpdateCalls, WeightPush, digest_in
 
 logger = logging.getLogger(__name__)
@@ -77,15 +78,12 @@ class VllmEngine(Generates):
         self._has_stream = dist.get_rank() in students
         self._places = place_servers(self._settings, *machines_and_devices(cuda), students)
         self._any_sleeps = any(place.sleeps for place in self._places)
-        self._mine = Controlled()
+        self._mine = Fleet(self._settings.start_timeout)
+        self._sampler: Sampler | None = None
         try:
-            own = [place for place in self._places if place.controller == dist.get_rank()]
-            flags = server_arguments(config, spec, directory, self._known_ids, cuda=cuda)
-            self._mine.start(own, lambda place: self._make_server(place, flags))
+            self._start([place for place in self._places if place.controller == dist.get_rank()], directory, cuda)
             names = set(hf_names(spec))
-            patience = self._settings.start_timeout
-            limits = patience, self._settings.request_timeout
-            calls = UpdateCalls(self._mine.client, self._places, len(names), self._describe, *limits)
+            calls = UpdateCalls(self._mine, self._places, len(names), self._describe, self._settings.request_timeout)
             places, mine, share = self._places, self._mine, self._settings.memory_share
             self._push = WeightPush(
                 places, mine, calls=calls, names=names, device=device(), students=students, memory_share=share
@@ -94,33 +92,39 @@ class VllmEngine(Generates):
         except BaseException:
             self.close()
             raise
-        self._rounds = Rounds(self._mine, self._places, self._settings)
+        self._rounds = Rounds(self._mine, self._sampler, self._places)
         self._stream: WeightStream | None = None
         self.weights, self._version = Weights(0), ""
         self._asleep = 0  # sleep level of servers that share GPUs with the trainer; 0: awake, 2: without weights
         self.metrics: dict[str, float] = {}
 
-    def _make_server(self, place: ServerPlacement, flags: list[str]) -> Server:
+    def _start(self, places: list[ServerPlacement], directory: Path, cuda: bool) -> None:
+        """Starts the servers at this rank's `places` that are of this run, without waiting for them."""
+        flags = server_arguments(self._config, self._spec, directory, self._known_ids, cuda=cuda)
+        if places:
+            self._mine.client = Client()
+            self._sampler = Sampler(self._mine.client)
+            folder = self._mine.open_folder()
+            for place in places:
+                self._mine.add(self._make_server(place, flags, folder))
+
+    def _make_server(self, place: ServerPlacement, flags: list[str], folder: Path) -> Server:
         """Makes a server of this rank, not yet started."""
         common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
         if place.url is not None:
             headers = caller(str(self._settings.token_file), self._config.output, place.url)
             return Endpoint(*common, generation=1, url=place.url, headers=headers)
-        assert self._mine.folder is not None
         return LocalServer(
             *common,
             python=find_python(self._settings),
             flags=flags,
             devices=place.devices,
             log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
-            directory=self._mine.folder.path,
+            directory=folder,
         )
 
     def _describe(self, found: dict[str, Any], server: str) -> None:
-        try:
-            check_description(found, server, self._config, self._spec, self._known_ids)
-        except ValueError as error:
-            raise ServerRefused(str(error)) from None
+        check_description(found, server, self._config, self._spec, self._known_ids)
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. Returns once every server has the weights and the digests agree.
@@ -255,7 +259,7 @@ class VllmEngine(Generates):
     def _finish(self, ticket: VllmTicket, *, last: bool) -> None:
         """Records the metrics of the call, and lets servers give their GPU memory back."""
         busy = ticket.busy_s
-        self.metrics = {"rollout/server_deaths": float(self._push.deaths)}
+        self.metrics = {"rollout/server_deaths": float(self._mine.deaths)}
         if len(busy) > 1:
             # the share of all servers' time in which they waited for the slowest one
             self.metrics["rollout/straggler_idle"] = 1 - sum(busy.values()) / (len(busy) * max(busy.values()))
@@ -293,5 +297,9 @@ class VllmEngine(Generates):
 
     def close(self) -> None:
         """See `RolloutEngine`; ends the servers of this run and removes their files in shared memory."""
-        self._mine.close()
-        self._mine = Controlled()
+        sampler, self._sampler = self._sampler, None
+        try:
+            if sampler is not None:
+                sampler.close()
+        finally:
+            self._mine.close()

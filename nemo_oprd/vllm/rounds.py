@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.config.rollout_schema import VllmConfig
 from nemo_oprd.megatron.parallel import everyones, first_ranks
 from nemo_oprd.rollout.engine import Enough, Request, Ticket, Weights
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
-from nemo_oprd.vllm.controller import Controlled
+from nemo_oprd.vllm.fleet import Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
-from nemo_oprd.vllm.sampler import Job, Round, RoundSummary, Task
+from nemo_oprd.vllm.sampler import Job, Round, RoundSummary, Sampler, Task
 from nemo_oprd.vllm.server import ServerRefused
 
 # The progress of a round, the queue from which controllers claim requests, and the order of requests in it.
@@ -283,12 +282,12 @@ CANCEL_CHECK_S = 0.5
 
 
 class Rounds:
-    """The rounds of one engine. `mine`: the servers of this rank; `places`: those of the run."""
+    """The rounds of one engine. `mine`: the servers of this rank, called by `sampler`; `places`: those of the run."""
 
-    def __init__(self, mine: Controlled, places: list[ServerPlacement], settings: VllmConfig) -> None:
+    def __init__(self, mine: Fleet, sampler: Sampler | None, places: list[ServerPlacement]) -> None:
         controllers = {place.controller for place in places}
-        self._mine, self._settings, self._servers = mine, settings, len(places)
-        self._queue = RequestQueue(mine.client is not None, len(controllers))
+        self._mine, self._sampler, self._servers = mine, sampler, len(places)
+        self._queue = RequestQueue(sampler is not None, len(controllers))
         self._exchange = Exchange(controllers, None if mine.folder is None else mine.folder.path)
         self._progress = Progress(controllers)
         self.lengths = LengthEstimate()
@@ -298,7 +297,7 @@ class Rounds:
         order = self.lengths.longest_first(ticket.requests, ticket.missing())
         if not order:
             return
-        claim, sampler = self._queue.open(order), self._mine.sampler
+        claim, sampler = self._queue.open(order), self._sampler
         mine, work, ticket.round_began = Round(), None, time.time()
         if sampler is not None:
             slots = -(-len(order) // self._servers)
@@ -343,8 +342,8 @@ class Rounds:
         assert ticket.under_way is not None
         mine, work = ticket.under_way
         if work is not None:
-            assert self._mine.sampler is not None
-            self._mine.sampler.cut(mine)
+            assert self._sampler is not None
+            self._sampler.cut(mine)
         return self.take(ticket, None), mine.cut
 
     def _end(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> tuple[Round, RoundSummary]:
@@ -361,7 +360,7 @@ class Rounds:
 
         The first rank that is asked to stop tells the controllers; the ranks' answers may differ.
         """
-        cancelled, sampler = False, self._mine.sampler
+        cancelled, sampler = False, self._sampler
         while work is not None and not work.done():
             assert sampler is not None
             try:

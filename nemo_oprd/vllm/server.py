@@ -45,6 +45,8 @@ class Server:
     Attributes:
         generation: how often it was started; clients of an earlier process have to connect again.
         pushed: the version of the weights that it has; None before the first ones.
+        is_ready: whether this start has passed all checks of the run.
+        false_starts: how often in a row it died before it was ready.
         in_flight: requests that it may work on at the same time.
         max_restarts: how often it may die.
         key, role: the group of its settings, and its role, for messages.
@@ -57,6 +59,8 @@ class Server:
     max_restarts: int = 0
     generation: int = 0
     pushed: str | None = None
+    is_ready: bool = False
+    false_starts: int = 0
     base_url: str = "http://localhost"
     socket: Path | None = None
     headers: dict[str, str] = field(default_factory=dict, repr=False)
@@ -71,9 +75,24 @@ class Server:
     def check_alive(self) -> None:
         """Raises ServerDied if the server is known to have ended."""
 
+    def revive(self, why: str) -> None:
+        """Restarts the dead server. Raises ServerRefused if it died too often, or twice before it was ready."""
+        self.false_starts = 0 if self.is_ready else self.false_starts + 1
+        self.is_ready, self.pushed = False, None
+        if self.false_starts > 1:
+            raise ServerRefused(
+                f"{why}; it died twice before it was ready, expected a server that starts: read {self.log_name}"
+            )
+        self.restart(why)
+
     def restart(self, why: str) -> None:
         """Starts the server again, or leaves that to its owner. Raises ServerRefused if it died too often."""
         raise NotImplementedError
+
+    @property
+    def log_name(self) -> str:
+        """The name of the server's log in messages."""
+        return "its log"
 
     def check_deaths(self, why: str, where: str = "") -> None:
         """Raises ServerRefused if the server died too often, the last time because of `why`; `where`: what to read."""
@@ -118,7 +137,6 @@ class LocalServer(Server):
     def start(self) -> None:
         """Starts the process; it answers half a minute to minutes later."""
         self.generation += 1
-        self.pushed = None
         self.socket = self.directory / f"server_{self.number}_{self.generation}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = server_command(self.python, self.flags, ["--uds", str(self.socket)])
@@ -181,6 +199,11 @@ class LocalServer(Server):
         self._shared_memory = set()
         if self.socket is not None:
             self.socket.unlink(missing_ok=True)
+
+    @property
+    def log_name(self) -> str:
+        """The path of the log."""
+        return str(self.log)
 
     def last_words(self) -> str:
         """Returns the last line of the log that names an error, or the last line."""

@@ -23,11 +23,11 @@ from nemo_oprd.config.rollout_schema import TeacherServerConfig
 from nemo_oprd.config.schema import Config
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.vllm.endpoint import Endpoint, guest
+from nemo_oprd.vllm.fleet import Failures
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_launch import KEY, MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.weight_transfer import Failures
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_requests import ROOM, STATES, AnswerFolder, read_answer
 

@@ -28,14 +28,13 @@ from nemo_oprd.distillation.objective import StepObjective
 from nemo_oprd.distillation.target_transfer import RowShard
 from nemo_oprd.distillation.teacher import Teacher
 from nemo_oprd.megatron.parallel import device, everyones, wait_for_all
-from nemo_oprd.models import ModelSpec
 from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.controller import machines_and_devices
 from nemo_oprd.vllm.endpoint import Endpoint
+from nemo_oprd.vllm.fleet import Failures, Fleet, machines_and_devices
 from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.placement import dedicated_ranks, rank_groups
-from nemo_oprd.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server import LocalServer, Server, ServerDied
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import (
@@ -48,9 +47,6 @@ from nemo_oprd.vllm.teacher_launch import (
 )
 from nemo_oprd.vllm.teacher_requests import Answer, Request, Shards, wanted_sequences
 from nemo_oprd.vllm.teacher_round import Ahead, Round, host_room, server_room, shared_endpoint
-from nemo_oprd.vllm.transport import SharedFolder
-from nemo_oprd.vllm.weight_transfer import PROBE, Failures
-from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_digest
 
 # A teacher that vLLM servers compute: its ranks request the rows of their own sequences.
@@ -246,49 +242,6 @@ def _local_server(
     )
 
 
-async def _settled(
-    client: Client,
-    server: Server,
-    config: Config,
-    spec: ModelSpec,
-    weights: str,
-    longest: int,
-    bridge: ServedBridge | None,
-) -> dict[str, Any]:
-    """Waits for a server, checks its description, installs the hooks, sends a request; returns the description."""
-    timeout = config.teacher.vllm.start_timeout
-    await client.wait_until_healthy(server, timeout)
-    described = await client.ask_workers(server, "nemo_oprd_describe")
-    tensor = None if isinstance(server, Endpoint) else config.teacher.vllm.tensor
-    for found in described:
-        check_description(found, server.name, config, spec, weights, tensor=tensor, longest=longest)
-    await client.ask_workers(server, "nemo_oprd_install")
-    if bridge is not None:
-        assert server.socket is not None
-        loading = bridge.loading(server.socket.parent)
-        loaded = await client.post_watched(server, "/collective_rpc", loading, timeout=timeout)
-        bridge.check_loaded(loaded["results"], server.name)
-    await client.post_watched(server, GENERATE, PROBE, timeout=timeout)
-    return described[0]
-
-
-def _restart(server: Server, why: str, false_starts: dict[int, int]) -> None:
-    """Restarts a dead server, or leaves that to its owner.
-
-    Args:
-        false_starts: server's number -> how often in a row it died before it was ready.
-
-    Raises:
-        ServerRefused: the server died too often.
-    """
-    false_starts[server.number] = false_starts.get(server.number, 0) + (server.pushed is None)
-    if false_starts[server.number] > 1:
-        log = server.log if isinstance(server, LocalServer) else "its log"
-        raise ServerRefused(f"{why}; it died twice before it was ready, expected a server that starts: read {log}")
-    server.pushed = None
-    server.restart(why)
-
-
 class TeacherServers:
     """The servers of a teacher. Every rank of the world builds it and makes every call."""
 
@@ -322,27 +275,25 @@ class TeacherServers:
         self._rank = torch.distributed.get_rank()
         self._mine = [each for each in places if self._rank in each.readers]
         self._servers: dict[int, Server] = {}  # those that this rank uses
-        self._client: Client | None = None
-        self._shared: SharedFolder | None = None  # on a controller
+        self._fleet = Fleet(self._settings.start_timeout)
         self._answers: AnswerFolder | None = None  # of this machine's servers; None: they are endpoints
         self._are_elsewhere = bool(endpoints)
         self._known = KnownServers()
-        self._false_starts: dict[int, int] = {}
         self._described: dict[int, dict[str, Any]] = {}  # the descriptions of this rank's servers
-        self.deaths = 0
         self.ahead: Ahead | None = None
         if not self._mine:
             return
         try:
-            self._client = Client()
+            client = self._fleet.client = Client()
             if self._settings.ahead_gib:
                 about = canary.spec.hidden_size, canary.dtype, len(self._mine[0].readers)
-                self.ahead = Ahead(self._client, self._settings, *about, self._slots)
+                self.ahead = Ahead(client, self._settings, *about, self._slots)
             for each in self._mine:
-                if each.url is not None:
-                    self._servers[each.number] = shared_endpoint(config, each.number, each.url)
-                elif each.controller == self._rank:
-                    self._start(each, number)
+                if each.url is None and each.controller != self._rank:
+                    continue  # another rank starts it, and tells this one
+                server = self._servers[each.number] = self._make_server(each)
+                if each.controller == self._rank:
+                    self._fleet.add(server)
         except BaseException:
             self.close()
             raise
@@ -352,14 +303,12 @@ class TeacherServers:
         """The number of requests of this rank at one server at a time."""
         return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
 
-    def _start(self, where: _Place, number: int) -> None:
-        if self._shared is None:
-            self._shared = SharedFolder()
-            self._shared.guard()
-        directory, folder = self._canary.directory, self._shared.path
-        server = _local_server(self._config, directory, self._longest, where, number, folder)
-        self._servers[where.number] = server
-        server.start()
+    def _make_server(self, where: _Place) -> Server:
+        """Makes a server that this rank uses, not yet started."""
+        if where.url is not None:
+            return shared_endpoint(self._config, where.number, where.url)
+        folder = self._fleet.open_folder()
+        return _local_server(self._config, self._canary.directory, self._longest, where, self._number, folder)
 
     @property
     def verdict(self) -> CanaryVerdict | None:
@@ -383,20 +332,18 @@ class TeacherServers:
             ServerRefused: a server has not, or died too often.
             StoppedWaiting: a signal asked the run to stop.
         """
-        while failures := self._prepare():
+        while failures := self._prove_all():
             self._revive(failures.died)
 
-    def _prepare(self) -> Failures:
-        """Prepares the servers of this rank, and tells the other ranks their addresses."""
-        failures, weights = Failures(), ""
-        own = self._controlled()
+    def _prove_all(self) -> Failures:
+        """Proves the servers of this rank that are not ready, and tells the other ranks their addresses."""
+        failures, weights, own = Failures(), "", self._fleet.servers
         if own:
             weights = weights_digest(str(self._canary.directory))
         for number, server in own.items():
             if server.pushed is None:
                 try:
                     self._prove(server, weights)
-                    self._false_starts[number] = 0
                 except (ServerDied, ValueError, StoppedWaiting) as error:
                     failures.note(number, error)
         wait_for_all()  # servers start for minutes, longer than a collective may take
@@ -407,11 +354,6 @@ class TeacherServers:
         if self._answers is None and self._servers and not self._are_elsewhere:
             self._answers = AnswerFolder(str(self._folder))
         return failures
-
-    def _controlled(self) -> dict[int, Server]:
-        """The servers that this rank starts, or checks, by number."""
-        numbers = {each.number for each in self._mine if each.controller == self._rank}
-        return {number: server for number, server in self._servers.items() if number in numbers}
 
     @property
     def _folder(self) -> Path:
@@ -427,16 +369,34 @@ class TeacherServers:
             ServerDied: the server ended.
             ValueError: the server computes something else.
         """
-        assert self._client is not None
-        settling = _settled(self._client, server, self._config, self._spec, weights, self._longest, self.bridge)
-        described = self._described[server.number] = self._client.run(settling)
+        tensor = None if isinstance(server, Endpoint) else self._settings.tensor
+
+        def describe(found: dict[str, Any], name: str) -> None:
+            check_description(found, name, self._config, self._spec, weights, tensor=tensor, longest=self._longest)
+
+        proving = self._fleet.prove(server, describe, self._install)
+        described = self._described[server.number] = self._client.run(proving)
         self._known.generations[server.name] = described["generation"]
         if self._are_elsewhere:
             self._known.rooms[server.number] = server_room(self._client, server)
         else:
             self._answers = self._answers or AnswerFolder(str(self._folder))
         logger.info(f"{server.name} (teacher {self._number}): {self._show(server)}")
-        server.pushed = weights
+        server.pushed, server.is_ready = weights, True
+
+    async def _install(self, server: Server) -> None:
+        """Installs the hooks that capture states, and the bridge."""
+        await self._client.ask_workers(server, "nemo_oprd_install")
+        if self.bridge is not None:
+            assert server.socket is not None
+            loading, timeout = self.bridge.loading(server.socket.parent), self._settings.start_timeout
+            loaded = await self._client.post_watched(server, "/collective_rpc", loading, timeout=timeout)
+            self.bridge.check_loaded(loaded["results"], server.name)
+
+    @property
+    def _client(self) -> Client:
+        assert self._fleet.client is not None
+        return self._fleet.client
 
     def _show(self, server: Server) -> str:
         """Runs the canary on a server; returns the result as a line. Raises as `_prove`."""
@@ -496,7 +456,6 @@ class TeacherServers:
 
     def _round(self) -> Round:
         """Makes the `Round` of this rank, with the room that is free now."""
-        assert self._client is not None
         about, limit_s = (self._spec.hidden_size, self._canary.dtype), self._settings.request_timeout
         where = self._answers, self._known.generations
         return Round(self._client, *where, *about, self._room(), self._slots, limit_s)
@@ -509,30 +468,22 @@ class TeacherServers:
         return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // len(self._mine[0].readers)
 
     def _revive(self, died: dict[int, str]) -> None:
-        """Removes the unfinished answers of dead servers and restarts these; every rank calls this."""
-        failures, own = Failures(), self._controlled()
-        self.deaths += len(died)
-        for number, why in died.items():
-            if number in own:
-                try:
-                    _restart(own[number], why, self._false_starts)
-                except ServerRefused as refusal:
-                    failures.refused.append(str(refusal))
-        if died and self._answers is not None and self._shared is not None:
+        """Restarts dead servers and removes their unfinished answers; every rank calls this."""
+        self._fleet.revive(died)
+        if died and self._answers is not None and self._fleet.folder is not None:
             self._answers.clear()
-        failures.shared().check()
+
+    @property
+    def deaths(self) -> int:
+        """How often a server of this teacher has died."""
+        return self._fleet.deaths
 
     def close(self) -> None:
         """Ends the servers that this rank has started, and removes their files in shared memory."""
         with ExitStack() as ends:  # the last one first, and all of them, whatever fails
-            if self._shared is not None:
-                ends.callback(self._shared.close)
             if self._answers is not None:
                 ends.callback(self._answers.close)
-            if self._client is not None:
-                ends.callback(self._client.close)
+            ends.callback(self._fleet.close)
             if self.ahead is not None:
                 ends.callback(self.ahead.close)
-            for server in self._servers.values():
-                ends.callback(server.close)
-        self._servers, self._client, self._shared, self._answers = {}, None, None, None
+        self._servers, self._answers = {}, None

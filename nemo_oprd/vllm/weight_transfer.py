@@ -19,14 +19,12 @@ import torch.distributed as dist
 
 from nemo_oprd.megatron.parallel import COLLECTIVE_TIMEOUT, everyones, first_ranks
 from nemo_oprd.runtime.messages import ON_STDOUT
-from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
-from nemo_oprd.vllm.controller import Controlled
+from nemo_oprd.vllm.fleet import Failures, Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_group import Ended, Rendezvous, WeightGroup
-from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, Digest
 
 # The calls of a weight transfer to one server: wait until it is healthy, begin, receive, compare, sample again.
@@ -40,8 +38,6 @@ LOAD_TIMEOUT_S = 900.0
 RECEIVE_TIMEOUT_S = 4 * 3600.0
 # seconds of a pause after which the log names its reason
 SAY_AFTER_S = 10.0
-_PROBE_SAMPLING = {"max_tokens": 2, "temperature": 0.0, "logprobs": 0, "detokenize": False}
-PROBE = {"token_ids": [1, 2], "sampling_params": _PROBE_SAMPLING}
 
 
 @dataclass
@@ -49,35 +45,31 @@ class UpdateCalls:
     """The calls of one controller, and the state of each of its servers. All calls raise ServerDied and ServerRefused.
 
     Attributes:
-        client: None on ranks that control no server; no call is made there.
+        fleet: without a client on ranks that control no server; no call is made there.
         tensors: number of tensors of the model.
-        describe: raises ServerRefused unless a server, by its description, fits this run.
-        start_timeout: seconds until a server answers after its start.
+        describe: raises ValueError unless a server, by its description, fits this run.
         response_timeout: seconds that a response may take, also another client's.
     """
 
-    client: Client | None
+    fleet: Fleet
     places: list[ServerPlacement]
     tensors: int
     describe: Callable[[dict[str, Any], str], None]
-    start_timeout: float
     response_timeout: float
-    _ready: dict[int, int] = field(default_factory=dict)  # server -> the generation that passed the checks
     _joined: set[int] = field(default_factory=set)  # servers that have a transport
     _begun: set[int] = field(default_factory=set)  # servers with an update that has begun and received nothing
     _broken: set[int] = field(default_factory=set)  # servers with an update that failed while they received it
 
     @property
     def _client(self) -> Client:
-        assert self.client is not None
-        return self.client
+        assert self.fleet.client is not None
+        return self.fleet.client
 
-    def forget(self, server: Server) -> bool:
-        """Forgets a server that died; returns whether it had been ready."""
-        self._joined.discard(server.number)
-        self._begun.discard(server.number)
-        self._broken.discard(server.number)
-        return self._ready.pop(server.number, None) is not None
+    def forget(self, number: int) -> None:
+        """Forgets a server that died."""
+        self._joined.discard(number)
+        self._begun.discard(number)
+        self._broken.discard(number)
 
     def updates_begin(self) -> None:
         """Marks that servers now receive tensors: an update that fails from here on cannot be begun again."""
@@ -85,8 +77,8 @@ class UpdateCalls:
 
     async def prepare(self, server: Server) -> None:
         """Waits until the server is healthy, pauses it, and begins an update."""
-        if self._ready.get(server.number) != server.generation:
-            await self._wait_until_ready(server)
+        if not server.is_ready:
+            await self._prove(server)
         if server.number in self._begun:
             return
         if self.places[server.number].sleeps:
@@ -127,22 +119,19 @@ class UpdateCalls:
             f"{waited}, expected it to be within rollout.vllm.request_timeout: does somebody else use this server?"
         )
 
-    async def _wait_until_ready(self, server: Server) -> None:
+    async def _prove(self, server: Server) -> None:
         """Waits until the server is healthy, fits the run and survives a request."""
-        client = self._client
-        await client.wait_until_healthy(server, self.start_timeout)
-        for found in await client.ask_workers(server, "nemo_oprd_describe"):
-            self.describe(found, server.name)
-        # an earlier run may have left an endpoint in the middle of an update, and paused
+        await self.fleet.prove(server, self.describe, self._recover)
+        server.is_ready = True
+
+    async def _recover(self, server: Server) -> None:
+        """Ends what an earlier run may have left: an endpoint in the middle of an update, and paused."""
         await self._client.ask_workers(server, "nemo_oprd_give_up")
-        await client.post_watched(server, "/resume")
-        # a server whose kernels don't fit the model is healthy until its first request
-        await client.post_watched(server, GENERATE, PROBE, timeout=self.start_timeout)
-        self._ready[server.number] = server.generation
+        await self._client.post_watched(server, "/resume")
 
     async def settle(self, server: Server) -> None:
         """Waits until the server is healthy, and lets it give its GPU memory back."""
-        await self._wait_until_ready(server)
+        await self._prove(server)
         await self._client.post_watched(server, "/sleep?level=2&mode=wait")
 
     async def join(self, server: Server, init_info: dict[str, Any]) -> None:
@@ -189,58 +178,6 @@ class UpdateCalls:
         server.pushed = version
 
 
-@dataclass
-class Failures:
-    """Servers that died in an attempt, and refusals, which a retry is not expected to cure.
-
-    `left`: servers that left an unfinished transfer of the group, with their errors. Some of these are refusals, and
-    some follow from another member's failure; see `judge`. `stopped`: how a signal ended the wait for a server.
-    """
-
-    died: dict[int, str] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-    left: dict[int, str] = field(default_factory=dict)
-    stopped: str | None = None
-
-    def note(self, server: int, error: BaseException) -> None:
-        """Records the error of a call to a server."""
-        if isinstance(error, ServerDied):
-            self.died.setdefault(server, str(error))
-        elif isinstance(error, ServerRefused | ValueError):
-            self.refused.append(str(error))
-        elif isinstance(error, StoppedWaiting):
-            self.stopped = str(error)
-        else:
-            raise error
-
-    def judge(self, ended: Ended | None, mine: Controlled) -> None:
-        """Finds this rank's servers that left the group because of a refusal; the others left because it was over."""
-        for number, said in self.left.items():
-            if ended is None:
-                self.refused.append(said)
-            elif ended.server == number:  # perhaps one worker refused, and another one answered for the server
-                name = mine.servers[number].name
-                self.refused.append(said if ended.why in said else f"{name} refuses the weights: {ended.why}")
-
-    def __bool__(self) -> bool:
-        """Whether anything failed."""
-        return bool(self.died or self.refused or self.stopped)
-
-    def shared(self) -> Failures:
-        """Merges the failures of all ranks."""
-        parts = everyones(self)
-        died = {number: why for part in parts for number, why in part.died.items()}
-        stopped = next((part.stopped for part in parts if part.stopped), None)
-        return Failures(died, [refusal for part in parts for refusal in part.refused], stopped=stopped)
-
-    def check(self) -> None:
-        """Raises StoppedWaiting if a signal ended a wait, or ServerRefused with the first refusal, if there is one."""
-        if self.stopped:
-            raise StoppedWaiting(self.stopped)
-        if self.refused:
-            raise ServerRefused(self.refused[0])
-
-
 class WeightPush:
     """Updates the weights of all servers of a run; every rank has one and calls it alike.
 
@@ -254,7 +191,7 @@ class WeightPush:
     def __init__(
         self,
         places: list[ServerPlacement],
-        mine: Controlled,
+        mine: Fleet,
         calls: UpdateCalls,
         names: set[str],
         device: torch.device,
@@ -263,8 +200,6 @@ class WeightPush:
     ) -> None:
         self._places, self._mine, self._calls, self._names = places, mine, calls, names
         self._memory_share = memory_share
-        self.deaths = 0  # of all servers, in this run
-        self._false_starts: dict[int, int] = {}  # server -> deaths since it was last ready
         self._group = WeightGroup(places, device)
         self._handle_group = None
         if any(place.transport == "ipc" for place in places):  # a collective of all ranks
@@ -330,7 +265,8 @@ class WeightPush:
         """
         failures, client = Failures(), self._mine.client
         if client is not None:
-            self._each(self._mine.sleepers, lambda server: client.post_watched(server, path), failures)
+            sleepers = [number for number in self._mine.servers if self._places[number].sleeps]
+            self._each(sleepers, lambda server: client.post_watched(server, path), failures)
         failures.shared().check()
 
     def revive(self, died: dict[int, str]) -> None:
@@ -338,24 +274,10 @@ class WeightPush:
 
         `died`: per server, why; the same on every rank. Raises ServerRefused if a server died too often.
         """
-        failures = Failures()
-        self.deaths += len(died)
         _make_room([self._places[n] for n in died if self._places[n].sleeps], self._mine, self._memory_share)
-        for number, why in died.items():
-            if (server := self._mine.servers.get(number)) is None:
-                continue
-            server.pushed = None
-            self._false_starts[number] = 0 if self._calls.forget(server) else self._false_starts.get(number, 0) + 1
-            if self._false_starts[number] > 1:
-                failures.refused.append(
-                    f"{why}; it died twice before it was ready, expected a server that starts: read its log"
-                )
-                continue
-            try:
-                server.restart(why)
-            except ServerRefused as refusal:
-                failures.refused.append(str(refusal))
-        failures.shared().check()
+        for number in died:
+            self._calls.forget(number)
+        self._mine.revive(died)
 
     def _attempt(
         self, stream: Callable[[], Iterable], step: int, known: str | None
@@ -369,11 +291,11 @@ class WeightPush:
         if rendezvous is not None:
             self._join(rendezvous, failures)
             ended = first_ranks(self._group.ended())
-            failures.judge(ended, self._mine)
+            self._judge(failures, ended)
             if (failures := failures.shared()) or ended is not None:
                 return failures, None, ended
         digest, ended = first_ranks((self._send(stream(), failures), self._group.ended()))
-        failures.judge(ended, self._mine)
+        self._judge(failures, ended)
         version = _version(step, str(digest))
         if known not in (None, version):
             failures.refused.append(
@@ -385,6 +307,15 @@ class WeightPush:
             alive = [n for n in self._mine.servers if n not in failures.died and n not in failures.left]
             self._each(alive, lambda server: self._calls.finish(server, str(digest), version), failures)
         return failures.shared(), version, ended
+
+    def _judge(self, failures: Failures, ended: Ended | None) -> None:
+        """Finds this rank's servers that left the group because of a refusal; the others left because it was over."""
+        for number, said in failures.left.items():
+            if ended is None:
+                failures.refused.append(said)
+            elif ended.server == number:  # perhaps one worker refused, and another one answered for the server
+                name = self._mine.servers[number].name
+                failures.refused.append(said if ended.why in said else f"{name} refuses the weights: {ended.why}")
 
     def _each(self, numbers: list[int], call: Callable[[Server], Coroutine], failures: Failures) -> None:
         """Runs `call` for servers of this rank concurrently, and records failures."""
@@ -502,7 +433,7 @@ def digest_in(version: str) -> str:
     return version.partition("-")[2]
 
 
-def _make_room(places: list[ServerPlacement], mine: Controlled, share: float) -> None:
+def _make_room(places: list[ServerPlacement], mine: Fleet, share: float) -> None:
     """Frees the GPUs that servers share with the trainer, whose free memory a server measures at its start.
 
     No rank computes now. Raises ServerRefused if a GPU has less than `share`: the server would fail at every start.

@@ -158,7 +158,7 @@ def bad_asks(servers: TeacherServers, folder: Path) -> dict[str, Any]:
 def killed(servers: TeacherServers, requests: list[Request], first: list[Answer]) -> dict[str, Any]:
     """A worker of the server is killed while it computes: the same answers, bit by bit, and nothing is left."""
     (server,) = servers._servers.values()
-    assert isinstance(server, LocalServer) and server._process is not None and servers._shared is not None
+    assert isinstance(server, LocalServer) and server._process is not None and servers._fleet.folder is not None
     group = server._process.pid
     worker = max(guard.group_members(group))
 
@@ -173,7 +173,7 @@ def killed(servers: TeacherServers, requests: list[Request], first: list[Answer]
     again = all_answers(servers, many)
     equal = [torch.equal(a.states, b.states) and torch.equal(a.final, b.final)
              for a, b in zip(again, [*first] * (len(many) // len(first)), strict=True)]  # fmt: skip
-    left = [name for name in os.listdir(servers._shared.path) if not name.startswith(("server", "_"))]
+    left = [name for name in os.listdir(servers._fleet.folder.path) if not name.startswith(("server", "_"))]
     left = [name for name in left if len(name.removesuffix(".part")) == 32 and "-" not in name]
     return {"equal": all(equal), "deaths": servers.deaths, "left": left, "seconds": time.monotonic() - start,
             "generation": server.generation}  # fmt: skip
@@ -222,7 +222,7 @@ def main() -> None:
             theirs = torch.stack([logprobs[:, request.ids[0]], entropy], dim=1)
             gaps.append(float((answer.final.double() - theirs).abs().max()))
         results["logprob_gap"] = max(gaps)
-        shared = servers._shared
+        shared = servers._fleet.folder
         assert shared is not None
         results["bad"] = bad_asks(servers, shared.path)
         if "kill" in sys.argv:

@@ -33,9 +33,8 @@ from vllm_engine_cases import MODEL, PROMPTS, expected, flags_of, free_port, lin
 from nemo_oprd.vllm import client as client_module
 from nemo_oprd.vllm import engine as engine_module
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.controller import Controlled
 from nemo_oprd.vllm.endpoint import Endpoint, caller
-from nemo_oprd.vllm.placement import ServerPlacement
+from nemo_oprd.vllm.fleet import Fleet
 from nemo_oprd.vllm.server import LocalServer, ServerRefused
 from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from tests.support.align_tokenizers import write as write_tokenizer
@@ -65,7 +64,7 @@ class Servers:
         # `serve` samples the ids with a token: all of them
         vocabulary = {"<eos>": 0} | {f"t{i}": i for i in range(1, MODEL["vocab_size"])}
         write_tokenizer(self.bench, HFTokenizer(models.WordLevel(vocabulary, unk_token="<eos>")))
-        self.controlled = Controlled()
+        self.fleet = Fleet(60.0)
         self.serve: subprocess.Popen | None = None
         self.port, self.log = 0, root / "serve.log"
 
@@ -73,10 +72,8 @@ class Servers:
         python, flags, log = self.bench / "python", flags_of(self.bench), self.bench / "server_0.log"
         settings = [*settings_of(self.bench), f"student.hf_path={self.bench}", f"teacher.hf_path={self.bench}"]
 
-        def make(_: ServerPlacement) -> LocalServer:
-            return LocalServer(0, 1, python=python, flags=flags, log=log, directory=self.folder)
-
-        self.controlled.start([ServerPlacement(0, 0, 1, "file")], make)
+        self.fleet.client, folder = Client(), self.fleet.open_folder()
+        self.fleet.add(LocalServer(0, 1, python=python, flags=flags, log=log, directory=folder))
         self.port = free_port()
         command = [sys.executable, "-m", "nemo_oprd", "serve", "--port", str(self.port)]
         command += ["--token-file", str(self.token_file), "--config-name", "verify", *settings]
@@ -90,19 +87,19 @@ class Servers:
 
     @property
     def server(self) -> LocalServer:
-        (server,) = self.controlled.servers.values()
+        (server,) = self.fleet.servers.values()
         assert isinstance(server, LocalServer)
         return server
 
     @property
     def client(self) -> Client:
-        assert self.controlled.client is not None
-        return self.controlled.client
+        assert self.fleet.client is not None
+        return self.fleet.client
 
     @property
     def folder(self) -> Path:
-        assert self.controlled.folder is not None
-        return self.controlled.folder.path
+        assert self.fleet.folder is not None
+        return self.fleet.folder.path
 
     @property
     def token(self) -> str:
@@ -131,7 +128,7 @@ class Servers:
             return 0, ""
 
     def close(self) -> None:
-        self.controlled.close()
+        self.fleet.close()
         if self.serve is not None:
             self.serve.kill()
             self.serve.wait()

@@ -330,7 +330,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     from nemo_oprd.megatron.parallel import device
     from nemo_oprd.megatron.weights.hf import hf_names
     from nemo_oprd.vllm import transport, weight_transfer
-    from nemo_oprd.vllm.controller import Controlled
+    from nemo_oprd.vllm.fleet import Fleet
     from nemo_oprd.vllm.placement import place_servers
     from nemo_oprd.vllm.weight_transfer import UpdateCalls
 
@@ -341,8 +341,8 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     near = [place for place in places if place.controller == dist.get_rank() and place.transport != "group"]
     own: Any = {number: SimpleNamespace(number=number, generation=1) for number in (place.number for place in near)}
     names = set(hf_names(student.spec))
-    mine = Controlled(own, folder=transport.SharedFolder() if own else None)
-    calls = UpdateCalls(None, places, len(names), lambda *_: None, settings.start_timeout, settings.request_timeout)
+    mine = Fleet(settings.start_timeout, own, folder=transport.SharedFolder() if own else None)
+    calls = UpdateCalls(mine, places, len(names), lambda *_: None, settings.request_timeout)
 
     class Group:
         """Takes the place of the group of the first rank and the servers' workers."""

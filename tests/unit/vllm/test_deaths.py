@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_oprd.vllm.fleet import Failures
 from nemo_oprd.vllm.request_round import RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import RequestQueue, Round
-from nemo_oprd.vllm.weight_transfer import Failures
 from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, AnswerFolder, Ask
 
 COUNT = 6

@@ -15,6 +15,7 @@ import pytest
 from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.vllm import client, weight_transfer
 from nemo_oprd.vllm.client import Client
+from nemo_oprd.vllm.fleet import Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.sampler import AnswerCheck, Round
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
@@ -111,7 +112,7 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
     threading.Thread(target=http.serve_forever, daemon=True).start()
     server, client = Server(0, 1, base_url=f"http://127.0.0.1:{http.server_port}"), Client()
     places = [ServerPlacement(0, 0, 1, "file", url=None if own else server.base_url)]
-    calls = UpdateCalls(client, places, 1, lambda *_: None, 60.0, limit)
+    calls = UpdateCalls(Fleet(60.0, client=client), places, 1, lambda *_: None, limit)
     try:
         if expected is None:
             client.run(calls._pause(server))
