@@ -170,7 +170,7 @@ class Client:
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
-                server.check_alive()
+                await asyncio.to_thread(server.check_alive)  # it may read files of all processes
             except ServerDied as death:
                 return str(death)
             if not await self.is_healthy(server):

@@ -6,6 +6,7 @@ so that all of them try again, or end with the same line.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -125,6 +126,7 @@ class Fleet:
         await prepare(server)
         # a server whose kernels don't fit the model is healthy until its first request
         await self.client.post_watched(server, GENERATE, PROBE, timeout=self.start_timeout)
+        await asyncio.to_thread(server.check_alive)  # which notes what its processes have mapped
         return described[0]  # type: ignore[no-any-return]
 
     def revive(self, died: dict[int, str]) -> None:

@@ -85,14 +85,20 @@ class RequestRound(Generic[T]):
         self._deaths = {server.number: asyncio.Event() for server in servers}
         alive = [server for server in servers if server.number not in self.died]
         while alive and not self.stopped.is_set():
-            await asyncio.gather(*(self._serve(server) for server in alive))
+            serving = [asyncio.create_task(self._serve(server)) for server in alive]
+            try:
+                await asyncio.gather(*serving)
+            finally:  # an error of this program in one of them ends all
+                for each in serving:
+                    each.cancel()
+                await asyncio.gather(*serving, return_exceptions=True)
             alive = [server for server in alive if server.number not in self.died]
             if not self._again or self.is_cut:
                 return
 
     async def cut(self) -> None:
         """Stops the round now: pauses the servers, which answer requests under way with the tokens so far."""
-        if not self.is_cut:
+        if not (self.is_cut or self.stopped.is_set()):
             self.is_cut = True
             self._pauses = asyncio.gather(
                 *(self._cut(*at) for at in self._slots.values() if at[0].number not in self.died)

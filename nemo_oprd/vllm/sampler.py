@@ -102,19 +102,19 @@ class AnswerCheck:
         """
         try:
             head, ids_bytes, logprobs_bytes = unpack(answer)
-        except ValueError as error:
+            ids, logprobs = np.frombuffer(ids_bytes, np.int32), np.frombuffer(logprobs_bytes, np.float32)
+            reason, spans = head["finish_reason"], [(version, start, end) for version, start, end in head["spans"]]
+        except (ValueError, KeyError, TypeError) as error:
             raise ServerRefused(
-                f"{server} answered response {index} in another form ({error}); expected ids and log-probabilities as "
-                "this version of nemo_oprd packs them: start the server with the same version"
+                f"{server} answered response {index} in another form ({error!r}); expected ids and log-probabilities "
+                "as this version of nemo_oprd packs them: start the server with the same version"
             ) from error
-        ids, logprobs = np.frombuffer(ids_bytes, np.int32), np.frombuffer(logprobs_bytes, np.float32)
-        spans, reason = head["spans"], head["finish_reason"]
         cut = reason == "abort" and self.result.is_cut
         if not cut and reason not in ("stop", "length"):
             raise ServerDied(f"{server} gave response {index} up ({reason})")
         if cut and not len(ids):
             return Response(ids, finished=False, cut=True)
-        if spans != [[self.version, 0, len(ids)]]:
+        if spans != [(self.version, 0, len(ids))]:
             found = ", ".join(f"{version} (tokens {start} to {end})" for version, start, end in spans)
             raise ServerRefused(
                 f"{server} sampled response {index} from the weights {found or 'of no version'}, expected "
@@ -283,7 +283,8 @@ class Sampler:
 
     async def _sample(self, job: Job, servers: list[Server], result: Round, keeper: Keeper) -> None:
         async def claim() -> Claimed | None:
-            index = job.claim()  # not awaited, so that no cancelled wait loses a request
+            # not awaited, so that no cancelled wait loses a request; the store of several controllers answers at once
+            index = job.claim()
             return None if index is None else (index, job.task.body(index))
 
         def deliver(index: int, response: Response, _: int) -> None:
@@ -297,6 +298,7 @@ class Sampler:
             if not self._is_closed:
                 await work.run(servers)
         finally:
+            work.abandon()  # of no effect, unless an error of this program ends the round
             self._work = None
             result.died, result.error, result.busy_s = work.died, work.error, work.busy_s
 

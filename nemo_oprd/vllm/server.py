@@ -159,7 +159,8 @@ class LocalServer(Server):
 
     def check_alive(self) -> None:
         """Raises ServerDied if the guard has ended, which ends with the server; notes the server's mapped files."""
-        if self._process is None or self._process.poll() is not None:
+        process = self._process  # another thread may close the server
+        if process is None or process.poll() is not None:
             raise ServerDied(f"{self.name} has ended{self.last_words()}")
         self.remember_shared_memory()
 
@@ -168,9 +169,10 @@ class LocalServer(Server):
 
         It scans all processes of the machine, so it does nothing within some seconds after the last scan.
         """
-        if self._process is not None and time.monotonic() >= self._noted_at + NOTE_EVERY_S:
+        process = self._process
+        if process is not None and time.monotonic() >= self._noted_at + NOTE_EVERY_S:
             self._noted_at = time.monotonic()
-            self._shared_memory |= guard.mapped_shared_memory(guard.group_members(self._process.pid))
+            self._shared_memory |= guard.mapped_shared_memory(guard.group_members(process.pid))
 
     def restart(self, why: str) -> None:
         """Ends the rest of the server and starts it again, after a pause that doubles with every restart."""

@@ -42,7 +42,7 @@ SAY_AFTER_S = 10.0
 
 @dataclass
 class UpdateCalls:
-    """The calls of one controller, and the state of each of its servers. All calls raise ServerDied and ServerRefused.
+    """The calls of one controller, and the state of each of its servers. All calls raise ServerDied and ValueError.
 
     Attributes:
         fleet: without a client on ranks that control no server; no call is made there.

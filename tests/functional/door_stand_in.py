@@ -21,7 +21,7 @@ class DoorStandIn:
 
     def __init__(self, middleware: list[str], answer: Answers) -> None:
         self._answer, self._loop = answer, asyncio.new_event_loop()
-        self._threads = ThreadPoolExecutor(256)  # a request that waits must not keep another one from its answer
+        self._threads = ThreadPoolExecutor(1024)  # a request that waits must not keep another one from its answer
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._door: Any = self._app
         for each in middleware:

@@ -48,7 +48,7 @@ OTHERS = ["/v1/completions", "/server_info", "/metrics", "/v1/models", "/abort_r
 def calls_of_the_engine() -> list[str]:
     """Every path in the source of the package that talks to servers."""
     found = set()
-    for file in Path(engine_module.__file__).parent.glob("*.py"):
+    for file in Path(engine_module.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found |= {node.value} if re.fullmatch(r"/[a-z_]+(/[a-z_0-9]+)*(\?.*)?", node.value) else set()

@@ -36,6 +36,7 @@ def pack(answer: bytes) -> bytes:
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     text = json.dumps(head).encode()
+    text += b" " * (-len(text) % _LENGTH.size)  # aligns the numbers
     return b"".join((_LENGTH.pack(len(text)), text, ids.tobytes(), logprobs.tobytes()))
 
 

@@ -140,7 +140,10 @@ def test_a_response_that_was_given_up_is_not_taken() -> None:
         CHECK.read(0, pack(answer("abort")), 2, "server")
 
 
-@pytest.mark.parametrize("text", [b"", b"no JSON", answer("stop"), pack(answer("stop"))[:20]])
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"no JSON", answer("stop"), pack(answer("stop"))[:20], pack(answer("stop"))[:-1], b"\2\0\0\0{}"],
+)
 def test_answers_in_another_form(text: bytes) -> None:
     with pytest.raises(ServerRefused, match="server answered response 0 in another form"):
         CHECK.read(0, text, 2, "server")
