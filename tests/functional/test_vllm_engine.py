@@ -210,7 +210,7 @@ def test_keeping_a_response_holds_up_no_other(run: Any) -> None:
         ({"logprobs": 1}, "with 4 ids, 1 log-probabilities and the ids [] outside"),
         (
             {"no_logprobs": True},
-            "refuses /nemo_oprd/generate with status 409: vLLM answered in another form (TypeError: ",
+            "refuses /nemo_oprd/generate with status 409: vLLM answered in another form (choices.0.logprobs",
         ),
         ({"last_logprob": -9999.0}, "with the log-probability -9999 of token 3; expected a finite number of at most 0"),
         ({"last_logprob": "nan"}, "with the log-probability nan of token 3; expected a finite number of at most 0"),

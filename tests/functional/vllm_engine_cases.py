@@ -50,7 +50,7 @@ def make_bench(root: Path, **faults: Any) -> Path:
         f"import runpy\nrunpy.run_path({vllm_stand_in.__file__!r}, run_name='__main__')\n"
     )
     python = root / "python"
-    # what servers with the fault "group" import
+    # what servers import besides
     site = f"{Path(torch.__file__).parents[1]}:{server.WORKER_FOLDER}"
     variables = f"STAND_IN={root} PYTHONPATH={root}/path STAND_IN_SITE={site}"
     python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} -S "$@"\n')

@@ -2,8 +2,8 @@
 
 What it "samples" is a function of the digest of the weights, the seed and the prompt, so that equal weights give equal
 responses on any server. It refuses calls in an order that vLLM would refuse, and computes the digest of the weights by
-its definition, with code of its own. Only for weights that come over a process group it has torch and the code of the
-real workers; its workers are then threads.
+its definition, with code of its own. For its answers it has pydantic, as vLLM has; for weights that come over a process
+group it has torch and the code of the real workers, and its workers are then threads.
 
 It listens where vLLM would, and has the server's own middleware and its own check of files.
 
@@ -392,8 +392,8 @@ def main() -> None:
     if Path(faults.get("start_while", "/nowhere")).exists():
         print("ValueError: Free memory on device cuda:0 is less than desired GPU memory utilization")
         sys.exit(1)
+    sys.path += os.environ["STAND_IN_SITE"].split(":")
     if faults.get("group"):
-        sys.path += os.environ["STAND_IN_SITE"].split(":")
         import torch.distributed  # noqa: F401 - slow, so not while the members of a group wait for each other
     if "start" in faults and happens("start", faults["start"]):
         print("Traceback of something")

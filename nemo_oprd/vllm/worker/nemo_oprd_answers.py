@@ -4,7 +4,7 @@ vLLM answers a request with some 150 bytes of JSON per token. A trainer's rank t
 meanwhile, so the server packs them. `PackedAnswers` is ASGI middleware that a server loads by
 `--middleware nemo_oprd_answers.PackedAnswers`. A request to PACKED is one to vLLM's GENERATE with the same body, whose
 answer `pack` packs; all other calls pass. The trainer and the server both import this module, so it needs the standard
-library alone.
+library and, in the environment of vLLM, pydantic.
 """
 
 from __future__ import annotations
@@ -12,10 +12,40 @@ from __future__ import annotations
 import json
 import struct
 from array import array
+from functools import cache
 from typing import Any
 
 GENERATE, PACKED = "/inference/v1/generate", "/nemo_oprd/generate"
 _LENGTH = struct.Struct("<I")
+
+
+@cache
+def _answers() -> Any:
+    """Returns the parser of what is needed of an answer: compiled code, in a quarter of the time of `json.loads`."""
+    from pydantic import TypeAdapter
+    from typing_extensions import TypedDict
+
+    class Token(TypedDict):
+        logprob: float
+
+    class Logprobs(TypedDict):
+        content: list[Token]
+
+    class Span(TypedDict):
+        version: str | None
+        start: int
+        end: int
+
+    class Choice(TypedDict):
+        token_ids: list[int]
+        weight_versions: list[Span]
+        finish_reason: str | None
+        logprobs: Logprobs
+
+    class Answer(TypedDict):
+        choices: list[Choice]
+
+    return TypeAdapter(Answer)
 
 
 def pack(answer: bytes) -> bytes:
@@ -28,16 +58,25 @@ def pack(answer: bytes) -> bytes:
         ValueError: the answer has another form.
     """
     try:
-        (choice,) = json.loads(answer)["choices"]
+        (choice,) = _answers().validate_json(answer, strict=True)["choices"]
         ids = array("i", choice["token_ids"])
-        logprobs = array("f", [token["logprob"] for token in choice["logprobs"]["content"]])
-        spans = [[span["version"], span["start"], span["end"]] for span in choice["weight_versions"]]
-        head = {"ids": len(ids), "spans": spans, "finish_reason": choice["finish_reason"]}
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise ValueError(_first(error)) from error
+    logprobs = array("f", [token["logprob"] for token in choice["logprobs"]["content"]])
+    spans = [[span["version"], span["start"], span["end"]] for span in choice["weight_versions"]]
+    head = {"ids": len(ids), "spans": spans, "finish_reason": choice["finish_reason"]}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % _LENGTH.size)  # aligns the numbers
     return b"".join((_LENGTH.pack(len(text)), text, ids.tobytes(), logprobs.tobytes()))
+
+
+def _first(error: Exception) -> str:
+    """Returns what is wrong, and where, without the values of the answer."""
+    found = getattr(error, "errors", None)
+    if found is None:
+        return str(error)
+    first = found(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the answer'}: {first['msg']}"
 
 
 def unpack(packed: bytes) -> tuple[dict[str, Any], memoryview, memoryview]:

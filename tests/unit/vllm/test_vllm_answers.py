@@ -64,7 +64,7 @@ def test_an_answer_has_8_bytes_per_token_and_every_bit_of_them() -> None:
 )
 def test_an_answer_in_another_form_is_a_refusal(text: bytes) -> None:
     """Whose status makes the run end: another try would not help."""
-    with pytest.raises(ValueError, match="Error: "):
+    with pytest.raises(ValueError, match=r"choices|the answer|not enough|too many|int too large|signed"):
         pack(text)
     status, said, _ = ask(PACKED, 200, text)
     assert status == 409 and said.startswith(b"vLLM answered in another form (") and b"scripts/setup_vllm.sh" in said
