@@ -106,22 +106,7 @@ class VllmEngine(Generates):
             self._sampler = Sampler(self._mine.client)
             folder = self._mine.open_folder()
             for place in places:
-                self._mine.add(self._make_server(place, flags, folder))
-
-    def _make_server(self, place: ServerPlacement, flags: list[str], folder: Path) -> Server:
-        """Makes a server of this rank, not yet started."""
-        common = place.number, self._config.rollout.max_batch, self._settings.max_restarts
-        if place.url is not None:
-            headers = caller(str(self._settings.token_file), self._config.output, place.url)
-            return Endpoint(*common, generation=1, url=place.url, headers=headers)
-        return LocalServer(
-            *common,
-            python=find_python(self._settings),
-            flags=flags,
-            devices=place.devices,
-            log=Path(self._config.output) / "vllm" / f"server_{place.number}.log",
-            directory=folder,
-        )
+                self._mine.add(_server_at(place, self._config, flags, folder))
 
     def _describe(self, found: dict[str, Any], server: str) -> None:
         check_description(found, server, self._config, self._spec, self._known_ids)
@@ -303,3 +288,20 @@ class VllmEngine(Generates):
                 sampler.close()
         finally:
             self._mine.close()
+
+
+def _server_at(place: ServerPlacement, config: Config, flags: list[str], folder: Path) -> Server:
+    """Makes a server, not yet started; its sockets are in `folder`."""
+    settings = config.rollout.vllm
+    common = place.number, config.rollout.max_batch, settings.max_restarts
+    if place.url is not None:
+        headers = caller(str(settings.token_file), config.output, place.url)
+        return Endpoint(*common, generation=1, url=place.url, headers=headers)
+    return LocalServer(
+        *common,
+        python=find_python(settings),
+        flags=flags,
+        devices=place.devices,
+        log=Path(config.output) / "vllm" / f"server_{place.number}.log",
+        directory=folder,
+    )
