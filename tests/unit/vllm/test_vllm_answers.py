@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -145,15 +146,15 @@ def slow() -> Iterator[Server]:
 
 
 class Sampling:
-    """A round of 5 requests at a server, 4 at a time."""
+    """A round at servers, 4 requests at a time at each; `claim` returns the 5 requests unless another one is given."""
 
-    def __init__(self, server: Server, keep: Any = None) -> None:
+    def __init__(self, *servers: Server, keep: Any = None, claim: Any = None) -> None:
         self.client, self.result = Client(), Round()
         self.sampler, order = Sampler(self.client), iter(range(5))
         params = SamplingParams(1.0, 1.0, 3, (0, 1, 2))
-        task = Task([Request([5])] * 5, params, 100, (1,), TokenIds(151_936), 60.0)
-        job = Job(task, VERSION, 6, lambda: next(order, None), 4, keep)
-        self.future: Future[None] = self.sampler.start(job, [server], self.result)
+        task = Task([Request([5])] * 20, params, 100, (1,), TokenIds(151_936), 60.0)
+        job = Job(task, VERSION, 6, claim or (lambda: next(order, None)), 4, keep)
+        self.future: Future[None] = self.sampler.start(job, [*servers], self.result)
 
     def wait_for(self, count: int) -> None:
         """Until so many responses are there, and all slots have asked."""
@@ -170,7 +171,7 @@ class Sampling:
 def test_responses_of_a_round(slow: Server) -> None:
     """With the version of their weights; they are kept first."""
     kept = dict[int, Response]()
-    sampling = Sampling(slow, kept.update)
+    sampling = Sampling(slow, keep=kept.update)
     sampling.wait_for(2)
     assert not sampling.future.done()
     Slow.go.set()
@@ -208,7 +209,7 @@ def test_a_round_ends_without_its_answers(slow: Server, how: str) -> None:
             raise ValueError("the disk is full")
         kept.update(found)
 
-    sampling, began = Sampling(slow, keep), time.monotonic()
+    sampling, began = Sampling(slow, keep=keep), time.monotonic()
     if how == "keep fails":
         with pytest.raises(ValueError, match="the disk is full"):
             sampling.future.result(20)
@@ -229,3 +230,21 @@ def test_a_server_without_the_weights_of_the_round_takes_no_part(slow: Server) -
     sampling.future.result(20)
     assert (sampling.result, Slow.asked) == (Round(), 0)
     sampling.close()
+
+
+def test_an_error_of_this_program_at_one_server_ends_the_round_at_all(slow: Server) -> None:
+    """Of two servers, whose 8 slots have a request each; the first free one finds the error."""
+    claims, began = iter(range(8)), time.monotonic()
+
+    def claim() -> int:
+        for index in claims:
+            return index
+        raise RuntimeError("planted")
+
+    sampling = Sampling(slow, replace(slow, number=1), claim=claim)
+    with pytest.raises(RuntimeError, match="planted"):
+        sampling.future.result(20)
+    under_way = [task for task in asyncio.all_tasks(sampling.client._loop) if "_serve" in str(task.get_coro())]
+    assert under_way == [] and Slow.asked == 8
+    sampling.close()
+    assert time.monotonic() - began < 20
