@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from family_configs import QWEN3_MOE
@@ -16,6 +16,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.preflight import preflight
 from nemo_oprd.run.resolve import resolve, resolve_models
+from nemo_oprd.tools.plan import alternatives as module
 from nemo_oprd.tools.plan.alternatives import Alternative, Search, alternatives, changed
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster
@@ -25,7 +26,8 @@ from tests.support.recipe_models import RECIPES, SHAPES, write_models
 
 QWEN3_8B = {**SHAPES["Qwen3-4B"], "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 LAYOUT_KEYS = ("student.parallel.", "teacher.parallel.", "rollout.", "student.recompute", "teacher.")
-MOST_SECONDS = 5
+# one takes some 15 milliseconds, and a user waits for all: the largest search of these cases makes 302
+MOST_ESTIMATES = 400
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +108,9 @@ def test_what_is_named_fits_and_is_valid_and_in_order(
     monkeypatch.setattr("nemo_oprd.run.preflight.check_files", lambda *_: None)  # there are none
     config = (experts if kind == "experts" else eight_billion)(models, *settings)
     assert estimate(resolve(config, ranks), on(ranks)).problems
-    began = time.process_time()
-    near = best(config, ranks, most=1000)
-    assert time.process_time() - began < MOST_SECONDS
-    assert near
+    with mock.patch.object(module, "estimate_works", wraps=module.estimate_works) as estimated:
+        near = best(config, ranks, most=1000)
+    assert near and estimated.call_count < MOST_ESTIMATES
     for each in near[:40]:
         candidate = changed(config, each.changes)
         preflight(candidate, ranks, "train")
