@@ -233,8 +233,9 @@ def test_a_server_without_the_weights_of_the_round_takes_no_part(slow: Server) -
 
 
 def test_an_error_of_this_program_at_one_server_ends_the_round_at_all(slow: Server) -> None:
-    """Of two servers, whose 8 slots have a request each; the first free one finds the error."""
+    """Of two servers, whose 8 slots have a request each; the only one that gets an answer finds the error."""
     claims, began = iter(range(8)), time.monotonic()
+    Slow.quick = 1
 
     def claim() -> int:
         for index in claims:
@@ -245,6 +246,6 @@ def test_an_error_of_this_program_at_one_server_ends_the_round_at_all(slow: Serv
     with pytest.raises(RuntimeError, match="planted"):
         sampling.future.result(20)
     under_way = [task for task in asyncio.all_tasks(sampling.client._loop) if "_serve" in str(task.get_coro())]
-    assert under_way == [] and Slow.asked == 8
+    assert under_way == [] and Slow.asked <= 8
     sampling.close()
     assert time.monotonic() - began < 20
