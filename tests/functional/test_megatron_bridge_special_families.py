@@ -39,8 +39,8 @@ from nemo_oprd.models.megatron_bridge_config import RUN_CONFIG
 from nemo_oprd.rollout.replay import read_rollouts
 
 pytestmark = pytest.mark.nemo
-# Float32 errors depend on the CPU's kernels for matrices: on one with AVX2 alone, glm4_moe at TP2 is 1.2e-5 from float64,
-# 2.04 times as far as transformers' own float32 on one rank; on the CPUs of earlier runs it was below 1e-5.
+# Float32 errors depend on the CPU's kernels for matrices: with AVX2 alone, glm4_moe at TP2 is 1.2e-5 from float64, 2.04
+# times as far as transformers' own float32 on one rank; on the CPUs of earlier runs it was below 1e-5.
 TOLERANCE, OF_TRANSFORMERS = 1e-5, 2.5
 CASES = "megatron_bridge_family_cases.py"
 FULL_RECOMPUTE = ("student.recompute=full", "student.recompute_method=uniform", "student.recompute_num_layers=1")
