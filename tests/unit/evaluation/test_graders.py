@@ -358,7 +358,7 @@ def test_long_degenerate_responses_are_graded_in_linear_time(grader: str, unit: 
     start = time.process_time()
     for before in ("", "Answer: "):
         BuiltinGrader(grader, "text")(before + unit * (60_000 // len(unit)), "5")
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 10  # quadratic time would be minutes; on a slow machine linear time is 2.3 s
 
 
 def test_only_what_follows_the_reasoning_is_read() -> None:
