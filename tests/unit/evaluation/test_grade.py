@@ -50,7 +50,7 @@ def test_extraction_is_linear_in_the_length():
     """A degenerate response may open thousands of boxes; rescanning from each took minutes."""
     start = time.process_time()
     assert extract_boxed(r"\boxed{" * 20_000) is None
-    assert time.process_time() - start < 10  # where each part is read again from every position, minutes
+    assert time.process_time() - start < 2
 
 
 def boxed(text: str) -> str:
@@ -264,4 +264,4 @@ def test_readings_of_degenerate_answers_are_quick_and_short(unit):
         settle(given, answer)
         found = list(pairs(given, answer))
         assert len(found) <= 4 and max(len(each) for pair in found for each in pair) < 20_000
-    assert time.process_time() - start < 10  # where each part is read again from every position, minutes
+    assert time.process_time() - start < 2

@@ -99,9 +99,9 @@ def test_only_answers_of_its_own_path_are_packed() -> None:
 
 
 class Slow(BaseHTTPRequestHandler):
-    """A server that answers its first `quick` requests at once, and the others once it is told to, or paused."""
+    """A server that answers its first `quick` requests once it has `first` of them, and the others once it is told to."""
 
-    quick, asked, pauses = 0, 0, 0
+    quick, first, asked, pauses = 0, 0, 0, 0
     go, lock = threading.Event(), threading.Lock()
 
     def do_POST(self) -> None:
@@ -114,6 +114,8 @@ class Slow(BaseHTTPRequestHandler):
         with self.lock:
             type(self).asked += 1
             is_quick = self.asked <= self.quick
+        while is_quick and self.asked < self.first:
+            time.sleep(0.01)
         if not is_quick:
             self.go.wait(60)
         reason = "length" if is_quick or not self.pauses else "abort"
@@ -134,7 +136,7 @@ class Slow(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def slow() -> Iterator[Server]:
-    Slow.quick, Slow.asked, Slow.pauses = 2, 0, 0
+    Slow.quick, Slow.first, Slow.asked, Slow.pauses = 2, 0, 0, 0
     Slow.go.clear()
     http = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     http.daemon_threads = True
@@ -235,7 +237,7 @@ def test_a_server_without_the_weights_of_the_round_takes_no_part(slow: Server) -
 def test_an_error_of_this_program_at_one_server_ends_the_round_at_all(slow: Server) -> None:
     """Of two servers, whose 8 slots have a request each; the only one that gets an answer finds the error."""
     claims, began = iter(range(8)), time.monotonic()
-    Slow.quick = 1
+    Slow.quick, Slow.first = 1, 8
 
     def claim() -> int:
         for index in claims:
@@ -246,6 +248,6 @@ def test_an_error_of_this_program_at_one_server_ends_the_round_at_all(slow: Serv
     with pytest.raises(RuntimeError, match="planted"):
         sampling.future.result(20)
     under_way = [task for task in asyncio.all_tasks(sampling.client._loop) if "_serve" in str(task.get_coro())]
-    assert under_way == [] and Slow.asked <= 8
+    assert under_way == [] and Slow.asked == 8
     sampling.close()
     assert time.monotonic() - began < 20
