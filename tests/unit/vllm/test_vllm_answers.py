@@ -99,7 +99,7 @@ def test_only_answers_of_its_own_path_are_packed() -> None:
 
 
 class Slow(BaseHTTPRequestHandler):
-    """A server that answers its first `quick` requests once it has `first` of them, and the others once it is told to."""
+    """Answers its first `quick` requests once it has `first` of them, and the others when it is told to, or paused."""
 
     quick, first, asked, pauses = 0, 0, 0, 0
     go, lock = threading.Event(), threading.Lock()
