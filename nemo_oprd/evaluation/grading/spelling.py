@@ -30,7 +30,7 @@ _NO_UNIT = rf"(?!\s*(?:{MAGNITUDES}|(?:or|and)\s+(?:more|less|fewer|greater|high
 _POWER = r"(?:\s*\^\s*\{?[23]\}?|[²³])?"
 
 # Applied in this order: normalises spacing and spelling, and removes units. A percent sign counts as a unit, because
-# 50 answers "how many percent".
+# 50 answers "how many percent". Each is needed by a pair in tests/unit/evaluation/test_grading_rules.py.
 CLEANING = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
