@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.distillation.distiller import Distiller
@@ -30,6 +29,7 @@ from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.run.models import distiller_for
 from tests.support.live_bytes import LiveBytes
+from tests.support.operations import count_operations
 from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 
 SHAPE = Shape(8, 512, 1408, 8, 2, 32768, 2048)
@@ -48,7 +48,7 @@ PASSES = 3
 def measure(run: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> dict[str, float]:
     """Operations, live bytes at the peak and CPU seconds of `run`; `prepare` is called before each pass."""
     prepare()
-    with FlopCounterMode(display=False) as flops:
+    with count_operations() as flops:
         run()
     prepare()
     with LiveBytes() as live:
@@ -129,7 +129,8 @@ def main() -> None:
         for name, settings in OBJECTIVES.items():
             found[name] = cost(scratch, settings)
             ratios = [found[name]["update"][key] / found[name]["floor"][key] for key in found[name]["floor"]]
-            cells = f"{ratios[0]:.4f}x | {ratios[1]:.3f}x | {ratios[2]:.2f}x"
+            held = found[name]["update"]["peak_bytes"] / 1e6
+            cells = f"{ratios[0]:.4f}x | {ratios[1]:.3f}x ({held:.0f} MB) | {ratios[2]:.2f}x"
             print(f"| {name} | {cells} | {found[name]['update']['target_bytes'] / 1e6:.1f} |", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_parts.real_shape import R1_DISTILL_1P5B
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.run.models import distiller_for
 from studies.toy_arms import objectives
+from tests.support.operations import count_operations
 from tests.support.random_pair import Shape, save_random_model, save_random_rollouts
 
 PROMPT, RESPONSES = 8, (120, 120)
@@ -78,11 +78,11 @@ def count(shape: Shape, settings: tuple[str, ...]) -> Count:
         )  # fmt: skip
         distiller = distiller_for(config)
         rollouts = read_rollouts(str(config.rollout.replay), shape.vocab_size)
-        with FlopCounterMode(display=False) as teacher:
+        with count_operations() as teacher:
             batch = distiller.batch(rollouts, distiller.objective_of(None))
             targets = distiller.targets(batch, batch.plan)
         accumulation = distiller.start(batch)
-        with FlopCounterMode(display=False) as update:
+        with count_operations() as update:
             accumulation.forward_backward(batch.plan, targets)
         return Count(teacher.get_total_flops(), update.get_total_flops())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,6 +32,11 @@ class ComparedRows:
     weight: torch.Tensor  # float32, includes 1 / (global counts)
     cosine: torch.Tensor  # float64
 
+    @cached_property
+    def teacher_norm(self) -> torch.Tensor:
+        """Lengths of the teacher's states, float32 [c]."""
+        return self.teacher_ND.norm(dim=-1)
+
 
 class LayerMetric(NamedTuple):
     """A sum over the rows of a layer, or a metric per layer, or both.
@@ -49,11 +55,11 @@ class LayerMetric(NamedTuple):
 LAYER_METRICS = {
     "loss": LayerMetric(lambda rows: rows.loss.double() * rows.weight, lambda sums: sums["loss"]),
     "cosine_similarity": LayerMetric(lambda rows: rows.cosine, lambda sums: sums["cosine_similarity"] / sums["rows"]),
-    "squared_error": LayerMetric(lambda rows: (rows.student_ND - rows.teacher_ND).square()),
-    "squared_target": LayerMetric(lambda rows: rows.teacher_ND.square()),
+    "squared_error": LayerMetric(lambda rows: (rows.student_ND - rows.teacher_ND).square().sum(-1)),
+    "squared_target": LayerMetric(lambda rows: rows.teacher_norm.double().square()),
     "relative_error": LayerMetric(value=lambda sums: ratio(sums["squared_error"], sums["squared_target"]) ** 0.5),
     "norm_ratio": LayerMetric(  # |student| / |teacher|
-        lambda rows: rows.student_ND.norm(dim=-1) / rows.teacher_ND.norm(dim=-1).clamp_min(1e-30),
+        lambda rows: rows.student_ND.norm(dim=-1) / rows.teacher_norm.clamp_min(1e-30),
         lambda sums: sums["norm_ratio"] / sums["rows"],
     ),
     "gradient_norm": LayerMetric(value=lambda sums: sums["squared_gradient"] ** 0.5),

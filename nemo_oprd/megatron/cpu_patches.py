@@ -12,6 +12,7 @@ Kinds of change; what has a table is listed below:
 - Megatron's exchange of tokens between experts gets the sizes of its parts as numpy arrays, as it would from a GPU.
 - Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, also where it has found those of
   Transformer Engine or Apex, which look for a driver: a login node has a GPU's packages.
+- Megatron's linear layers add the gradient of a weight to the buffer by torch, where a GPU's would do it by Apex.
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
   read and write the state of the CUDA generator use the CPU generator.
 
@@ -165,6 +166,15 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+class _WeightGradients:
+    """Apex's extension of the same name adds the gradient of a linear layer's weight to a buffer in one kernel."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs_ND: torch.Tensor, grads_NF: torch.Tensor, buffer_FD: torch.Tensor) -> None:
+        """Adds grads^T @ inputs to the float32 buffer."""
+        buffer_FD.addmm_(grads_NF.t().to(buffer_FD.dtype), inputs_ND.to(buffer_FD.dtype))
+
+
 def take_torch_optimizer() -> None:
     """Makes Megatron's optimizer behave as without Transformer Engine and Apex.
 
@@ -223,6 +233,11 @@ def _may_have_gpu() -> bool:
             os.environ[name] = given
 
 
+def installed() -> bool:
+    """Whether Megatron-core is patched in this process."""
+    return _installed
+
+
 def install() -> None:
     """Patches Megatron-core for a process without CUDA; calling it again changes nothing.
 
@@ -246,4 +261,6 @@ def install() -> None:
     take_torch_optimizer()
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients  # type: ignore[attr-defined]
     _installed = True

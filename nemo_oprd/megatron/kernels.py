@@ -6,7 +6,9 @@ import importlib.util
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from nemo_oprd.megatron import cpu_patches
 from nemo_oprd.megatron.delta_net import delta_net_kernels
 
 # the extension module that Apex builds for Megatron's own linear layers
@@ -22,15 +24,22 @@ def apex_accumulates(dtype: torch.dtype) -> bool:
 
 
 def accumulate_in_products(chunks: list[Any]) -> None:
-    """Makes Transformer Engine's layers of a trained model add weight gradients to the buffer inside the product.
+    """Makes the layers of a trained model add weight gradients to the buffer inside the product, where they can.
 
-    Megatron's setting `gradient_accumulation_fusion` would do it, too, but it also asks Apex of the LM head's layer,
-    which here is never run.
+    Those of Transformer Engine can, and Megatron's own in float32 without CUDA (`cpu_patches`). Megatron's setting
+    `gradient_accumulation_fusion` would do it, too, but it also asks Apex of the LM head's layer, which here is never
+    run.
     """
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
+            elif isinstance(module, ColumnParallelLinear | RowParallelLinear) and _adds_on_cpu(module.weight):
+                module.gradient_accumulation_fusion = True
+
+
+def _adds_on_cpu(weight: torch.Tensor | None) -> bool:
+    return cpu_patches.installed() and weight is not None and weight.dtype == torch.float32
 
 
 def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net: bool = False) -> dict[str, str]:
@@ -45,7 +54,7 @@ def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net
         found = {
             "layers": "Megatron's local layers, torch SDPA",
             "norm": "torch.nn.functional.rms_norm",
-            "weight gradients": "Apex" if apex_accumulates(dtype) else "a separate addition",
+            "weight gradients": _local_accumulation(dtype),
         }
     if delta_net:
         found["gated delta net"] = delta_net_kernels()
@@ -53,3 +62,9 @@ def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net
         fused = " (fused)" if any(group.get("fused") for group in optimizer.param_groups) else ""
         found["AdamW"] = f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}{fused}"
     return found
+
+
+def _local_accumulation(dtype: torch.dtype) -> str:
+    if apex_accumulates(dtype):
+        return "Apex"
+    return "torch.addmm" if cpu_patches.installed() and dtype == torch.float32 else "a separate addition"

@@ -54,6 +54,7 @@ from nemo_oprd.megatron.observed_layer import (
 )
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_parameters
+from nemo_oprd.megatron.swiglu import use_swiglu
 from nemo_oprd.models import ModelSpec
 
 # the environment variable by which a user chooses the layers
@@ -347,6 +348,7 @@ def build_chunks(
         if spec.experts is not None and layout.dispatcher == "allgather":
             use_padded_all_gather(model, role.groups)
         release_weights_after_forward(model)
+        use_swiglu(model)
         chunks.append(model.to(device()))
     mark_parameters(chunks, spec)
     return chunks

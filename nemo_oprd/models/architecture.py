@@ -108,16 +108,17 @@ class ModelSpec:
     """The architecture of one model, independent of any layout. `experts` is None for a model without any.
 
     `family` has the weight mappings. `gated` says whether the feed-forward block multiplies two products of its input
-    (a gate and a value), `norm_bias` whether norms have a bias; `latent` is None for ordinary attention; `windowed`
-    says for each layer whether a token attends to itself and the `window` - 1 tokens before it only (empty: in none);
-    `sinks` whether each head's softmax has a further, learned term in its sum; `whole_qk_norm` whether queries and keys
-    are normed over all heads together; `delta` is None for a model whose layers all have attention; `output_gate` says
-    whether the attention's output is multiplied by a gate per channel; `local_rope` is the RoPE of the windowed layers,
-    where it is not `rope`; `post_norms` whether there are norms behind attention and feed-forward block, too;
-    `attention_cap` and `output_cap` bound the products of queries and keys, and the logits, by cap * tanh(x / cap); the
-    first one is 0 in a model of a family with bounds that has none. Only families of Megatron-Bridge differ in these.
-    `layer_heads` has the heads of each layer where they differ; `num_kv_heads` is then the smallest number of them.
-    `output_scale` multiplies the logits; only a teacher that servers compute may have another one than 1.
+    (a gate and a value), `silu` whether the gate's activation is SiLU, without bounds, `norm_bias` whether norms have a
+    bias; `latent` is None for ordinary attention; `windowed` says for each layer whether a token attends to itself and
+    the `window` - 1 tokens before it only (empty: in none); `sinks` whether each head's softmax has a further, learned
+    term in its sum; `whole_qk_norm` whether queries and keys are normed over all heads together; `delta` is None for a
+    model whose layers all have attention; `output_gate` says whether the attention's output is multiplied by a gate per
+    channel; `local_rope` is the RoPE of the windowed layers, where it is not `rope`; `post_norms` whether there are
+    norms behind attention and feed-forward block, too; `attention_cap` and `output_cap` bound the products of queries
+    and keys, and the logits, by cap * tanh(x / cap); the first one is 0 in a model of a family with bounds that has
+    none. Only families of Megatron-Bridge differ in these. `layer_heads` has the heads of each layer where they differ;
+    `num_kv_heads` is then the smallest number of them. `output_scale` multiplies the logits; only a teacher that
+    servers compute may have another one than 1.
     """
 
     family: Family = field(compare=False, repr=False)
@@ -140,6 +141,7 @@ class ModelSpec:
     hf_config: dict = field(compare=False, repr=False, default_factory=dict)
     experts: Experts | None = None
     gated: bool = True
+    silu: bool = True
     norm_bias: bool = False
     latent: LatentAttention | None = None
     window: int | None = None
@@ -154,6 +156,11 @@ class ModelSpec:
     output_cap: float | None = None
     layer_heads: tuple[Heads, ...] = ()
     output_scale: float = 1.0
+
+    @property
+    def swiglu(self) -> bool:
+        """Whether the feed-forward blocks without experts are SiLU(gate) * value."""
+        return self.gated and self.silu
 
     @property
     def rotary_dim(self) -> int:

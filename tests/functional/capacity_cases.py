@@ -13,6 +13,7 @@ from nemo_oprd.distillation.distiller import Distiller
 from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.run.models import distiller_for
 from tests.support.live_bytes import LiveBytes
+from tests.support.operations import count_operations
 
 
 def live_bytes(overrides: list[str]) -> list[dict[str, Any]]:
@@ -79,16 +80,14 @@ def _storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 def step_operations(overrides: list[str]) -> dict[str, float]:
     """Floating-point operations of matrix products of one step on one rank, as torch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     config = load_config("verify", overrides)
     distiller = distiller_for(config)
     rollouts = read_rollouts(str(config.rollout.replay), distiller.student.spec.vocab_size)
     batch = distiller.batch(rollouts, distiller.objective_of(0, watch=False))
-    with FlopCounterMode(display=False) as teacher:
+    with count_operations() as teacher:
         targets = distiller.targets(batch, batch.plan)
     accumulation = distiller.start(batch)
-    with FlopCounterMode(display=False) as update:
+    with count_operations() as update:
         accumulation.forward_backward(batch.plan, targets)
     return {"teacher": float(teacher.get_total_flops()), "update": float(update.get_total_flops())}
 

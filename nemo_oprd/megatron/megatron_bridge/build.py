@@ -48,6 +48,7 @@ from nemo_oprd.megatron.observed_layer import ObservedSequences
 from nemo_oprd.megatron.parallel import Role, device
 from nemo_oprd.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.megatron.refusals import check_rope_of
+from nemo_oprd.megatron.swiglu import use_swiglu
 from nemo_oprd.models import ModelSpec, read_hf_config
 from nemo_oprd.models.architecture import LatentAttention
 
@@ -365,6 +366,7 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role, router: type
         _replicate_kv_heads(model)
     if spec.post_norms:
         gemma.set_epsilon_of_post_norms(model)
+    use_swiglu(model)
     if spec.experts is not None:
         use_routing_of(model, spec.experts, router)
         if role.layout.dispatcher == "allgather":

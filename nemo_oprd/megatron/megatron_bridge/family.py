@@ -124,9 +124,15 @@ def parse_bridge_model(family: Family, hf_config: dict, source: str) -> ModelSpe
         dtype=source_dtype(hf_config),
         hf_config=hf_config,
         gated=bool(provider.gated_linear_unit),
+        silu=_gate_is_silu(provider),
         norm_bias=provider.normalization == "LayerNorm",
         **_special_parts(found),
     )
+
+
+def _gate_is_silu(provider: Any) -> bool:
+    name = getattr(provider.activation_func, "__name__", "")
+    return name == "silu" and getattr(provider, "activation_func_clamp_value", None) is None
 
 
 def _special_parts(found: BridgeModel) -> dict[str, Any]:

@@ -49,14 +49,26 @@ class LayerBytes:
     norm: float
 
 
-def feed_forward_values(spec: ModelSpec, layout: Layout, kept_by: Layers = "transformer_engine") -> float:
+def dense_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) -> float:
+    """Values per token that a feed-forward block without experts keeps for its backward pass, or has in its forward.
+
+    With SwiGLU both products of the first matrix and the second one's input, 3 F, and in the forward pass the SiLU, too
+    (`megatron.swiglu`). Otherwise also what the activation makes of both: 5 F; without a gate 3 F.
+    """
+    products = (3 if kept else 4) if spec.swiglu else 5 if spec.gated else 3
+    return products * spec.ffn_size / layout.tensor
+
+
+def feed_forward_values(
+    spec: ModelSpec, layout: Layout, kept_by: Layers = "transformer_engine", *, kept: bool = True
+) -> float:
     """Values per token that the feed-forward block of a layer makes on a rank, for the larger kind of layer.
 
-    Both products of the first matrix, what the activation makes of them, and their product: 5 F; without a gate 3 F. In
-    a layer with experts each token is in K of them, with its state before and after, if tokens spread evenly. Of these
-    Megatron's local experts keep the state before, and the product with and without the token's weight.
+    In a layer with experts each token is in K of them, 5 F each, with its state before and after, if tokens spread
+    evenly. Of these Megatron's local experts keep the state before, and the product with and without the token's
+    weight. `kept`: what is kept for the backward pass; False: what the forward pass has alive.
     """
-    dense = (5 if spec.gated else 3) * spec.ffn_size / layout.tensor
+    dense = dense_values(spec, layout, kept=kept)
     if spec.experts is None:
         return dense
     # without sequence parallelism every tensor rank sends all tokens to their experts
@@ -65,7 +77,7 @@ def feed_forward_values(spec: ModelSpec, layout: Layout, kept_by: Layers = "tran
     if spec.experts.biases:  # as rehearsed: the sum with the biases is another tensor, and its halves are clamped
         products, states = 7, 3
     sparse = spec.experts.per_token * (products * spec.experts.ffn_size + states * spec.hidden_size) / shared_by
-    sparse += shared_expert_values(spec, layout) + routed_values(spec) / shared_by
+    sparse += shared_expert_values(spec, layout, kept=kept) + routed_values(spec) / shared_by
     return sparse if all(spec.experts.sparse) else max(dense, sparse)
 
 
@@ -102,7 +114,7 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
     t, e = layout.tensor, value_bytes
     d = spec.hidden_size / (t if layout.sequence else 1)
     q, kv = attention_widths(spec, t)
-    f, heads = feed_forward_values(spec, layout, layers) / 5, spec.num_heads / t
+    block, heads = feed_forward_values(spec, layout, layers), spec.num_heads / t
     if layers == "transformer_engine":
         norms = 4 * d * e  # the inputs and the outputs of both norms
     elif layers == "local":
@@ -133,14 +145,18 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
             attention += (q + kv) * e if e == 4 or layers != "cpu" else 0
     # of the larger kind of layer; a delta net saves no logarithms, and its input is the norm's output
     attention = max(attention, delta_net_values(spec) / t * e)
-    mlp = 5 * f * e  # both products of the first layer, what the activation makes of them, and their product
     # selective: the inputs of attention stay, and the values among them keep the whole product they are a part of
     saved = (lse if layers == "transformer_engine" else core) - (q + kv) * e
-    kept = norms + attention + (lse if layers == "transformer_engine" else core) + mlp
+    kept = norms + attention + (lse if layers == "transformer_engine" else core) + block * e
     norm = d * (16 if layers == "cpu" else 4 * e)
-    # the MLP runs backward first; where attention is wide, its gradients come to more than what the MLP has freed
-    of_attention = max(4 * q + 2 * kv, delta_net_backward_values(spec) / t)
-    backward = max(spec.hidden_size + f, of_attention - 5 * f - 3 * d) * e + capped_score_bytes(spec, t, backward=True)
+    # The MLP runs backward first: the gradient of its second matrix's input, and with SwiGLU that of both products when
+    # that input is gone. Where attention is wide, its gradients come to more than what the MLP has freed.
+    of_block = 2 * block / 3 if spec.swiglu and block == dense_values(spec, layout) else block / 5
+    # flash attention on a GPU sums the queries' gradient in float32
+    of_attention = max((2 if layers == "cpu" else 4) * q + 2 * kv, delta_net_backward_values(spec) / t)
+    backward = max(spec.hidden_size + of_block, of_attention - block - 3 * d) * e + capped_score_bytes(
+        spec, t, backward=True
+    )
     return LayerBytes(kept, saved, d * e, backward, norm)
 
 
@@ -489,6 +505,5 @@ def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
     q, kv = attention_widths(spec, layout.tensor)
     attention = 2 * d + max((7 if spec.output_gate else 5) * q + 6 * kv, delta_net_values(spec) / layout.tensor)
     # what a backward pass would need of the shared expert is gone when the others compute
-    gone = shared_expert_values(spec, layout) - shared_expert_values(spec, layout, kept=False)
-    widest = max(3 * d + feed_forward_values(spec, layout) - gone, attention)
+    widest = max(3 * d + feed_forward_values(spec, layout, kept=False), attention)
     return value_bytes * widest + capped_score_bytes(spec, layout.tensor, backward=False)

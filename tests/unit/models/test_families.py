@@ -162,7 +162,7 @@ def test_families_of_megatron_bridge_are_resolved_without_a_table(
             num_layers=hf_config["num_hidden_layers"], hidden_size=hf_config["hidden_size"], ffn_hidden_size=64,
             num_attention_heads=4, num_query_groups=2, kv_channels=8, layernorm_epsilon=1e-6, add_qkv_bias=False,
             share_embeddings_and_output_weights=True, add_bias_linear=False, qk_layernorm=False,
-            gated_linear_unit=True, normalization="RMSNorm", num_moe_experts=None,
+            gated_linear_unit=True, normalization="RMSNorm", num_moe_experts=None, activation_func=print,
         )  # fmt: skip
         shown = [
             m for m in PARAM_MAPPINGS if m.megatron != "output_layer.weight" or not hf_config["tie_word_embeddings"]
