@@ -175,6 +175,11 @@ class _WeightGradients:
         buffer_FD.addmm_(grads_NF.t().to(buffer_FD.dtype), inputs_ND.to(buffer_FD.dtype))
 
 
+def _unread_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """What autograd gets in place of a gradient that is in the buffer already. Transformer Engine's is on the GPU."""
+    return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
+
+
 def take_torch_optimizer() -> None:
     """Makes Megatron's optimizer behave as without Transformer Engine and Apex.
 
@@ -263,4 +268,5 @@ def install() -> None:
     dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     layers.fused_weight_gradient_mlp_cuda = _WeightGradients  # type: ignore[attr-defined]
+    layers.get_dummy_wgrad = _unread_gradient  # type: ignore[attr-defined]
     _installed = True

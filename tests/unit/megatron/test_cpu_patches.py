@@ -129,3 +129,28 @@ def test_without_cuda_the_optimizer_is_torchs_beside_transformer_engine() -> Non
         TE_STAND_IN,
     )
     assert out.splitlines() == ["looks for a driver"] * 6
+
+
+def test_weight_gradients_are_added_to_the_buffer() -> None:
+    """Against float64, over two microbatches; also with Transformer Engine, whose own empty gradient is on a GPU."""
+    run(
+        """
+        import torch
+        from nemo_oprd.megatron import cpu_patches
+        cpu_patches.install()
+        from megatron.core.tensor_parallel import layers
+        for layers.HAVE_TE in (False, True):
+            weight = torch.nn.Parameter(torch.randn(5, 3))
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(5, 3), False
+            expected = torch.zeros(5, 3, dtype=torch.float64)
+            for _ in range(2):
+                inputs, upstream = torch.randn(7, 3, requires_grad=True), torch.randn(7, 5)
+                settings = True, False, False, None, 0, None
+                linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+                linear.apply(inputs, weight, None, *settings).backward(upstream)
+                expected += upstream.double().T @ inputs.double()
+                torch.testing.assert_close(inputs.grad, upstream @ weight)
+                assert weight.grad_added_to_main_grad
+            assert (weight.main_grad - expected).abs().max() < 1e-5
+        """
+    )
