@@ -141,7 +141,7 @@ NOT_FATAL = {
     "host_shards": ("host-tensor-in-collective", "nemo_oprd/losses/vocab_parallel.py", "in host memory, over NCCL"),
     "not_contiguous": ("not-contiguous", "nemo_oprd/distillation/output_head.py", "not contiguous"),
     "wide_targets": ("target-dtype", "nemo_oprd/distillation/teacher.py", "float32, expected bfloat16"),
-    "teacher_with_gradients": ("graph-without-backward", "nemo_oprd/megatron/observed_layer.py", "none follows"),
+    "teacher_with_gradients": ("graph-without-backward", "nemo_oprd/megatron/model.py", "none follows"),
     "retained_graph": ("held-too-long", "nemo_oprd/megatron/observed_layer.py", "after the next step"),
     "targets_kept": ("held-too-long", "nemo_oprd/distillation/teacher.py", "when the next group"),
 }
