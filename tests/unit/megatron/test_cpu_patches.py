@@ -145,9 +145,9 @@ def test_weight_gradients_are_added_to_the_buffer() -> None:
             expected = torch.zeros(5, 3, dtype=torch.float64)
             for _ in range(2):
                 inputs, upstream = torch.randn(7, 3, requires_grad=True), torch.randn(7, 5)
-                settings = True, False, False, None, 0, None
-                linear = layers.LinearWithGradAccumulationAndAsyncCommunication
-                linear.apply(inputs, weight, None, *settings).backward(upstream)
+                settings = {"gradient_accumulation_fusion": True, "allreduce_dgrad": False, "sequence_parallel": False}
+                linear = layers.linear_with_grad_accumulation_and_async_allreduce
+                linear(inputs, weight, None, tp_group="of one rank", **settings).backward(upstream)
                 expected += upstream.double().T @ inputs.double()
                 torch.testing.assert_close(inputs.grad, upstream @ weight)
                 assert weight.grad_added_to_main_grad
