@@ -18,7 +18,8 @@ APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 def apex_accumulates(dtype: torch.dtype) -> bool:
     """True if Megatron's local layers add weight gradients to the float32 buffer inside the matrix product, by Apex.
 
-    Not for float32, whose runs are for comparisons and take the same path everywhere.
+    Not for float32: Apex is found on GPUs, whose float32 runs are for comparisons and add separately, with or without
+    it. Without CUDA, `accumulate_in_products` decides.
     """
     return dtype != torch.float32 and importlib.util.find_spec(APEX_ACCUMULATION) is not None
 

@@ -280,6 +280,7 @@ def build_from_provider(
         if span.last and not head:
             del model.output_layer
         _prepare_special_parts(model, spec, role, special(provider).router)
+        use_swiglu(model)
         chunks.append(model.to(device()))
     adopt(chunks)
     for span, chunk in zip(chunk_spans(spec, role), chunks, strict=True):
@@ -366,7 +367,6 @@ def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role, router: type
         _replicate_kv_heads(model)
     if spec.post_norms:
         gemma.set_epsilon_of_post_norms(model)
-    use_swiglu(model)
     if spec.experts is not None:
         use_routing_of(model, spec.experts, router)
         if role.layout.dispatcher == "allgather":
