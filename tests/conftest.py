@@ -58,9 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = name if name in left_out else name.partition("::")[0]
         if name not in left_out or any(item.get_closest_marker(mark) for mark in ("slow", "full")):
             continue
-        seen[name] += 1
-        if seen[name] > left_out[name]:
+        if seen[name] not in left_out[name]:
             item.add_marker(pytest.mark.full)
+        seen[name] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -134,8 +134,18 @@ def test_what_is_left_to_the_full_tests_exists() -> None:
             assert re.search(rf"^\s*(def|class) {each}\b", text, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("line", ["a.py after 2", "a.py::b after x", "a.py::b\na.py::b after 2"])
+@pytest.mark.parametrize("line", ["a.py after 2", "a.py::b after x", "a.py::b every 0", "a.py::b\na.py::b after 2"])
 def test_a_malformed_line_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "full.txt").write_text(f"# comment\n\n{line}\n")
     with pytest.raises(ValueError, match="expected FILE, FILE::TEST"):
         read_full(tmp_path / "full.txt")
+
+
+def test_cases_that_stay(tmp_path: Path) -> None:
+    (tmp_path / "full.txt").write_text("a.py\nb.py::c after 2\nb.py::d every 3\n")
+    kept = read_full(tmp_path / "full.txt")
+    assert {name: [n for n in range(8) if n in numbers] for name, numbers in kept.items()} == {
+        "a.py": [],
+        "b.py::c": [0, 1],
+        "b.py::d": [0, 3, 6],
+    }
