@@ -20,12 +20,12 @@ from nemo_oprd.losses.output_loss import OutputLoss
 from nemo_oprd.losses.vocab_parallel import (
     OutputHead,
     VocabShard,
+    add_matmul_,
     compute_dtype,
     gather_ids,
     head_logits,
     leave_out_gaps_,
     log_softmax_,
-    matmul,
     slabs,
 )
 
@@ -258,9 +258,9 @@ def _through_head_(
     and its product with the rows to the head's gradient."""
     for columns in slabs(shard.real):
         part_CV = grad_CV[:, columns].to(head_VD.dtype)
-        grad_hidden_CD += matmul(part_CV, head_VD[columns])
+        add_matmul_(grad_hidden_CD, part_CV, head_VD[columns])
         if head_grad is not None:
-            head_grad[columns] += matmul(part_CV.T, hidden_CD)
+            add_matmul_(head_grad[columns], part_CV.T, hidden_CD)
 
 
 @dataclass(frozen=True)

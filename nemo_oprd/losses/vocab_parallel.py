@@ -130,6 +130,22 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
+def matmul_(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """In place: `product`, which may be a slab of a wider tensor, becomes `matmul(a, b)`."""
+    if a.dtype == product.dtype:
+        torch.mm(a, b, out=product)
+    else:
+        product.copy_(matmul(a, b))
+
+
+def add_matmul_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """In place: adds `matmul(a, b)` to `total`, which may be a slab of a wider tensor."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += matmul(a, b)
+
+
 def cap_(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     """In place: cap * tanh(logits / cap), as in Gemma 2; without a cap they stay as they are."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -139,7 +155,7 @@ def head_logits(hidden_CD: torch.Tensor, head_VD: torch.Tensor, shard: VocabShar
     """hidden head^T over this rank's real ids, bounded by the shard's cap: [c, D], [size, D] -> float32 [c, real]."""
     logits_CV = hidden_CD.new_empty(len(hidden_CD), shard.real, dtype=compute_dtype(hidden_CD))
     for columns in slabs(shard.real):
-        logits_CV[:, columns] = matmul(hidden_CD, head_VD[columns].T)
+        matmul_(logits_CV[:, columns], hidden_CD, head_VD[columns].T)
     return cap_(logits_CV, shard.cap)
 
 
@@ -254,17 +270,33 @@ def top_k_ids(logits_CV: torch.Tensor, k: int, shard: VocabShard) -> torch.Tenso
 
 
 def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values of each row and their columns; of equal values the first columns are taken.
+    """The k largest values of each row, in descending order, and their columns; of equal values the first columns are
+    taken."""
+    if k == 0:
+        return logits_CV[:, :0], logits_CV.new_zeros(len(logits_CV), 0, dtype=torch.int64)
+    if logits_CV.is_cuda:
+        values_CK, columns_CK = logits_CV.topk(k, dim=1)
+        return values_CK, first_of_equal(logits_CV, values_CK, columns_CK)
+    # The host need not wait for itself: it corrects only rows whose k-th value occurs once more.
+    values_CK, columns_CK = logits_CV.topk(min(k + 1, logits_CV.shape[1]), dim=1)
+    if values_CK.shape[1] > k:
+        rows = (values_CK[:, k - 1] == values_CK[:, k]).nonzero()[:, 0]
+        values_CK, columns_CK = values_CK[:, :k], columns_CK[:, :k]
+        if len(rows):
+            columns_CK[rows] = first_of_equal(logits_CV[rows], values_CK[rows], columns_CK[rows])
+    return values_CK, columns_CK
+
+
+def first_of_equal(logits_CV: torch.Tensor, values_CK: torch.Tensor, columns_CK: torch.Tensor) -> torch.Tensor:
+    """The columns [c, k] of `logits_CV.topk(k)`'s values, where of equal values the first columns are taken.
 
     `topk` returns the right values, but any of the columns that hold the smallest one of them. These are found again,
     in the order of columns. No number is read back: how many there are is known on the device alone.
     """
-    if k == 0:
-        return logits_CV[:, :0], logits_CV.new_zeros(len(logits_CV), 0, dtype=torch.int64)
-    values_CK, columns_CK = logits_CV.topk(k, dim=1)
-    smallest_C1, none = values_CK[:, -1:], logits_CV.shape[1]
-    tied_CK = columns_CK.new_full((len(logits_CV), k), none)
-    for slab in slabs(logits_CV.shape[1]):
+    k, none = values_CK.shape[1], logits_CV.shape[1]
+    smallest_C1 = values_CK[:, -1:]
+    tied_CK = torch.full_like(columns_CK, none)
+    for slab in slabs(none):
         column_V = torch.arange(slab.start, slab.stop, device=logits_CV.device)
         found_CV = torch.where(logits_CV[:, slab] == smallest_C1, column_V, none)
         first_CK = found_CV.topk(min(k, found_CV.shape[1]), dim=1, largest=False).values
@@ -272,8 +304,7 @@ def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
     # the columns of larger values come first, then the tied ones in their order; a NaN equals nothing
     place_CK = torch.arange(k, device=logits_CV.device) - (values_CK > smallest_C1).sum(1, keepdim=True)
     tied_CK = tied_CK.gather(1, place_CK.clamp(min=0))
-    columns_CK = torch.where((place_CK < 0) | (tied_CK == none), columns_CK, tied_CK)
-    return logits_CV.gather(1, columns_CK), columns_CK
+    return torch.where((place_CK < 0) | (tied_CK == none), columns_CK, tied_CK)
 
 
 def _ordered(values_CK: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

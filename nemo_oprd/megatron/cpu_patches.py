@@ -12,7 +12,8 @@ Kinds of change; what has a table is listed below:
 - Megatron's exchange of tokens between experts gets the sizes of its parts as numpy arrays, as it would from a GPU.
 - Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, also where it has found those of
   Transformer Engine or Apex, which look for a driver: a login node has a GPU's packages.
-- Megatron's linear layers add the gradient of a weight to the buffer by torch, where a GPU's would do it by Apex.
+- Megatron's linear layers add the gradient of a weight to the buffer by torch, where a GPU's would do it by Apex; its
+  embedding does the same, without a gradient of the whole vocabulary beside the buffer.
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
   read and write the state of the CUDA generator use the CPU generator.
 
@@ -26,7 +27,7 @@ import contextlib
 import importlib
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -175,9 +176,44 @@ class _WeightGradients:
         buffer_FD.addmm_(grads_NF.t().to(buffer_FD.dtype), inputs_ND.to(buffer_FD.dtype))
 
 
-def _unread_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+def _unread_gradient(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     """What autograd gets in place of a gradient that is in the buffer already. Transformer Engine's is on the GPU."""
     return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
+
+
+class _EmbeddingIntoBuffer(torch.autograd.Function):
+    """Rows of an embedding, whose gradients are added to the rows of the weight's buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight_VD: Any) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight_VD
+        return torch.nn.functional.embedding(ids, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        weight.main_grad.index_add_(0, ids.flatten(), grad.flatten(0, -2))
+        weight.grad_added_to_main_grad = True
+        return None, _unread_gradient(weight.shape, weight.dtype)
+
+
+class _Functional(types.ModuleType):
+    """The view of torch.nn.functional that Megatron's embedding gets."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.nn.functional")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn.functional, name)
+
+    @staticmethod
+    def embedding(ids: torch.Tensor, weight: Any) -> torch.Tensor:
+        """[...] -> [..., D]. Megatron marks a weight that is the head, too: it reads the sum of both gradients."""
+        trained = torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")
+        if trained and weight.main_grad.dtype == weight.dtype and not getattr(weight, "zero_out_wgrad", False):
+            return _EmbeddingIntoBuffer.apply(ids, weight)
+        return torch.nn.functional.embedding(ids, weight)
 
 
 def take_torch_optimizer() -> None:
@@ -269,4 +305,5 @@ def install() -> None:
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     layers.fused_weight_gradient_mlp_cuda = _WeightGradients  # type: ignore[attr-defined]
     layers.get_dummy_wgrad = _unread_gradient  # type: ignore[attr-defined]
+    layers.F = _Functional()  # type: ignore[attr-defined]
     _installed = True

@@ -148,8 +148,10 @@ aten = torch.ops.aten
 # operations that multiply matrices -> the arguments whose dtypes must be equal; fake tensors accept any
 _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.mm.default: (0, 1),
+    aten.mm.out: (0, 1),
     aten.bmm.default: (0, 1),
     aten.addmm.default: (0, 1, 2),
+    aten.addmm_.default: (0, 1, 2),
     aten.baddbmm.default: (0, 1, 2),
     aten._grouped_mm.default: (0, 1),
 }

@@ -42,7 +42,7 @@ from nemo_oprd.losses.chunked import (
 )
 from nemo_oprd.losses.divergences import SUPPORT_METRICS, output_rows
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard, top_k_ids
+from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard, first_of_equal, top_k_ids
 from tests.support.live_bytes import LiveBytes
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -212,6 +212,10 @@ def test_top_k_takes_the_lowest_of_equal_ids(monkeypatch: pytest.MonkeyPatch) ->
     for k in (1, 2, 5, 60, 61, 99):
         ids = top_k_ids(padded(z)[:, :REAL], k, SHARD)
         assert ids.tolist() == [largest(row, k) for row in z]
+        values, columns = z[:, :REAL].topk(min(k, REAL))
+        first = first_of_equal(z[:, :REAL], values, columns)  # as on a GPU, which corrects all rows
+        assert [sorted(row) for row in first.tolist()] == [sorted(largest(row, k)) for row in z]
+        assert torch.equal(z.gather(1, first), values)
 
 
 @pytest.mark.parametrize(
