@@ -29,7 +29,8 @@ LOGPROB_TOLERANCE = 1e-4
 STEPS = 3
 
 
-CASES = ["gemma", "gpt_oss", *(pytest.param(case, marks=pytest.mark.slow) for case in ("gemma3_text", "gpt_oss MXFP4"))]
+SLOW = ("gemma", "gemma3_text", "gpt_oss MXFP4")
+CASES = ["gpt_oss", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -49,7 +49,10 @@ def teach(directory: Path, family: str, tensor: int, *more: str) -> tuple[int, s
     return done.returncode, done.stderr, json.loads(results.read_text()) if results.exists() else {}
 
 
-@pytest.mark.parametrize(("family", "tensor", "more"), [("qwen3", 1, ["kill"]), ("gemma3_text", 2, [])])
+@pytest.mark.parametrize(
+    ("family", "tensor", "more"),
+    [("qwen3", 1, ["kill"]), pytest.param("gemma3_text", 2, [], marks=pytest.mark.slow)],
+)
 def test_states_are_those_of_transformers(tmp_path: Path, family: str, tensor: int, more: list[str]) -> None:
     """Ragged prompts in chunks of 128 tokens; the second family has a sliding window and a cap on its logits."""
     code, said, found = teach(tmp_path, family, tensor, *more)
