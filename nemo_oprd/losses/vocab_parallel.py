@@ -274,16 +274,12 @@ def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
     taken."""
     if k == 0:
         return logits_CV[:, :0], logits_CV.new_zeros(len(logits_CV), 0, dtype=torch.int64)
-    if logits_CV.is_cuda:
-        values_CK, columns_CK = logits_CV.topk(k, dim=1)
-        return values_CK, first_of_equal(logits_CV, values_CK, columns_CK)
-    # The host need not wait for itself: it corrects only rows whose k-th value occurs once more.
     values_CK, columns_CK = logits_CV.topk(min(k + 1, logits_CV.shape[1]), dim=1)
-    if values_CK.shape[1] > k:
-        rows = (values_CK[:, k - 1] == values_CK[:, k]).nonzero()[:, 0]
-        values_CK, columns_CK = values_CK[:, :k], columns_CK[:, :k]
-        if len(rows):
-            columns_CK[rows] = first_of_equal(logits_CV[rows], values_CK[rows], columns_CK[rows])
+    values_CK, after_CK = values_CK[:, :k], values_CK[:, k:]  # the next value, where there is one
+    columns_CK = columns_CK[:, :k]
+    # where the host need not wait for a device, it looks first whether a k-th value occurs once more
+    if logits_CV.is_cuda or bool((after_CK == values_CK[:, -1:]).any()):
+        columns_CK = first_of_equal(logits_CV, values_CK, columns_CK)
     return values_CK, columns_CK
 
 

@@ -13,7 +13,7 @@ Kinds of change; what has a table is listed below:
 - Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, also where it has found those of
   Transformer Engine or Apex, which look for a driver: a login node has a GPU's packages.
 - Megatron's linear layers add the gradient of a weight to the buffer by torch, where a GPU's would do it by Apex; its
-  embedding does the same, without a gradient of the whole vocabulary beside the buffer.
+  embeddings can, see `add_rows_to_buffer`.
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
   read and write the state of the CUDA generator use the CPU generator.
 
@@ -27,7 +27,7 @@ import contextlib
 import importlib
 import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ CPU_TYPE_NAMES = {
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
 
+# an attribute of weights, see `add_rows_to_buffer`
+_MARK = "rows_into_buffer"
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor")
 _installed = False
 
@@ -176,13 +178,16 @@ class _WeightGradients:
         buffer_FD.addmm_(grads_NF.t().to(buffer_FD.dtype), inputs_ND.to(buffer_FD.dtype))
 
 
-def _unread_gradient(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+def _unread_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     """What autograd gets in place of a gradient that is in the buffer already. Transformer Engine's is on the GPU."""
     return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
 
 
-class _EmbeddingIntoBuffer(torch.autograd.Function):
-    """Rows of an embedding, whose gradients are added to the rows of the weight's buffer."""
+class _RowsIntoBuffer(torch.autograd.Function):
+    """Rows of an embedding, whose gradients are added to the rows of the weight's buffer.
+
+    Autograd gets no gradient of the weight, so that what other uses of it give is added as ever.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight_VD: Any) -> torch.Tensor:
@@ -191,11 +196,10 @@ class _EmbeddingIntoBuffer(torch.autograd.Function):
         return torch.nn.functional.embedding(ids, weight_VD)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        (ids,), weight = ctx.saved_tensors, ctx.weight
-        weight.main_grad.index_add_(0, ids.flatten(), grad.flatten(0, -2))
-        weight.grad_added_to_main_grad = True
-        return None, _unread_gradient(weight.shape, weight.dtype)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        (ids,) = ctx.saved_tensors
+        ctx.weight.main_grad.index_add_(0, ids.flatten(), grad.flatten(0, -2))
+        return None, None
 
 
 class _Functional(types.ModuleType):
@@ -208,12 +212,25 @@ class _Functional(types.ModuleType):
         return getattr(torch.nn.functional, name)
 
     @staticmethod
-    def embedding(ids: torch.Tensor, weight: Any) -> torch.Tensor:
-        """[...] -> [..., D]. Megatron marks a weight that is the head, too: it reads the sum of both gradients."""
-        trained = torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")
-        if trained and weight.main_grad.dtype == weight.dtype and not getattr(weight, "zero_out_wgrad", False):
-            return _EmbeddingIntoBuffer.apply(ids, weight)
-        return torch.nn.functional.embedding(ids, weight)
+    def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[...] -> [..., D]."""
+        trained = torch.is_grad_enabled() and weight.requires_grad
+        rows = _RowsIntoBuffer.apply if trained and hasattr(weight, _MARK) else torch.nn.functional.embedding
+        return rows(ids, weight)
+
+
+def add_rows_to_buffer(chunk: torch.nn.Module) -> None:
+    """From now on the embeddings of a chunk under Megatron's DDP add their gradients to the rows of its buffer.
+
+    Otherwise a gradient of the whole vocabulary would be made for each microbatch, and added to the buffer. DDP must
+    not overlap the reduction with the backward pass: it would expect a gradient from autograd. Nothing is changed
+    unless this process is patched and the buffer has the weights' dtype.
+    """
+    for module in chunk.modules() if _installed else ():
+        if isinstance(module, importlib.import_module("megatron.core.tensor_parallel.layers").VocabParallelEmbedding):
+            buffer = getattr(module.weight, "main_grad", None)
+            if buffer is not None and buffer.dtype == module.weight.dtype:
+                setattr(module.weight, _MARK, True)
 
 
 def take_torch_optimizer() -> None:

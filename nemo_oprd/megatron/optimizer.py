@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.utils import local_multi_tensor_l2_norm
 
 from nemo_oprd.config.schema import TrainConfig
+from nemo_oprd.megatron import cpu_patches
 from nemo_oprd.megatron.model import DistillingModel
 from nemo_oprd.megatron.observed_layer import ObservedLayer
 from nemo_oprd.megatron.parallel import Role, device
@@ -74,6 +75,7 @@ def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer
     # mixes up the bytes of float32 projectors and bfloat16 weights.
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=role.groups) for chunk in chunks]
     for ddp in wrapped:
+        cpu_patches.add_rows_to_buffer(ddp)
         for buffer in ddp.buffers:
             _count_inner_padding(buffer)
     return wrapped

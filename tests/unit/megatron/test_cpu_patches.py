@@ -157,27 +157,29 @@ def test_weight_gradients_are_added_to_the_buffer() -> None:
 
 
 def test_gradients_of_an_embedding_are_added_to_the_buffer() -> None:
-    """Against float64, over two microbatches with repeated ids; a weight that is the head, too, is left to autograd."""
+    """Against float64, over two microbatches with repeated ids, where the weight is used otherwise, too."""
     run(
         """
         import torch
         from nemo_oprd.megatron import cpu_patches
         cpu_patches.install()
         from megatron.core.tensor_parallel import layers
-        for is_head in (False, True):
-            weight = torch.nn.Parameter(torch.randn(5, 3))
-            weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(5, 3), False, is_head
-            expected = torch.zeros(5, 3, dtype=torch.float64)
-            for _ in range(2):
-                ids, upstream = torch.randint(4, (2, 7)), torch.randn(2, 7, 3)
-                rows = layers.F.embedding(ids, weight)
-                assert torch.equal(rows, weight[ids])
-                rows.backward(upstream)
-                expected += torch.nn.functional.one_hot(ids, 5).flatten(0, 1).double().T @ upstream.flatten(0, 1).double()
-            assert weight.grad_added_to_main_grad == (not is_head)
-            found = weight.grad if is_head else weight.main_grad
-            assert (found - expected).abs().max() < 1e-5
-        frozen = torch.randn(5, 3)
-        assert layers.F.embedding(torch.tensor([4]), frozen).grad_fn is None
+        module = layers.VocabParallelEmbedding.__new__(layers.VocabParallelEmbedding)
+        torch.nn.Module.__init__(module)
+        module.weight = weight = torch.nn.Parameter(torch.randn(5, 3))
+        cpu_patches.add_rows_to_buffer(module)
+        assert not hasattr(weight, "rows_into_buffer")
+        weight.main_grad = torch.zeros(5, 3)
+        cpu_patches.add_rows_to_buffer(module)
+        exact = torch.zeros(5, 3, dtype=torch.float64)
+        for _ in range(2):
+            ids, upstream = torch.randint(4, (2, 7)), torch.randn(2, 7, 3)
+            rows = layers.F.embedding(ids, weight)
+            assert torch.equal(rows, weight[ids])
+            ((rows * upstream).sum() + weight.square().sum()).backward()
+            exact += torch.nn.functional.one_hot(ids, 5).flatten(0, 1).double().T @ upstream.flatten(0, 1).double()
+        assert (weight.main_grad - exact).abs().max() < 1e-5
+        assert (weight.grad - 4 * weight).abs().max() < 1e-5
+        assert layers.F.embedding(torch.tensor([4]), weight.detach()).grad_fn is None
         """
     )
