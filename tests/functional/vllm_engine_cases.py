@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from messages import messages
 from object_bytes import object_bytes
 from tiny_models import SIZES
 
+from benchmarks.sleeping_servers import stand_in
+
 EOS = (1, 3)
 MODEL = SIZES | {
     "model_type": "qwen3",
@@ -39,22 +40,9 @@ PROMPTS = [[5, 6, length] for length in (3, 10, 4, 9, 9, 2, 6, 13, 5)]
 
 def make_bench(root: Path, **faults: Any) -> Path:
     """A directory with a model's config.json, faults, and an interpreter whose `vllm` is the stand-in."""
-    from nemo_oprd.vllm import server
-
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(MODEL))
-    (root / "faults.json").write_text(json.dumps(faults))
-    package = root / "path" / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    (package / "api_server.py").write_text(
-        f"import runpy\nrunpy.run_path({vllm_stand_in.__file__!r}, run_name='__main__')\n"
-    )
-    python = root / "python"
-    # what servers import besides
-    site = f"{Path(torch.__file__).parents[1]}:{server.WORKER_FOLDER}"
-    variables = f"STAND_IN={root} PYTHONPATH={root}/path STAND_IN_SITE={site}"
-    python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} -S "$@"\n')
-    python.chmod(0o700)
+    stand_in(root, faults)
     return root
 
 
