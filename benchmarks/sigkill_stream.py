@@ -24,14 +24,15 @@ from tests.functional.vllm_stand_in import whole_length
 
 # tokens of prompt and response
 WHOLE = [24] * 9 + [100]
-TOKEN_S = 0.005
+TOKEN_S = 0.02
 PROMPTS, PER_PROMPT = 4, 2
 ENGINE = "nemo_oprd.vllm.engine:VllmEngine"
 _IN_PROCESS = ("rollout", "rollouts kept", "weight sync", "evaluation")
 STREAM_PHASES = (
     *(phase for phase in PHASES if phase.name not in _IN_PROCESS),
-    Phase("gather", f"{ENGINE}.gather"),
-    Phase("gathered", f"{ENGINE}.gather", "after"),
+    # every step comes here, but waits for its engine only if the responses were not complete while it trained
+    Phase("gather", "nemo_oprd.rollout.stream_rollouts:StreamSampler._of_step"),
+    Phase("gathered", "nemo_oprd.rollout.stream_rollouts:StreamSampler._of_step", "after"),
     Phase("cut", f"{ENGINE}.cut"),
     Phase("cut: responses here", f"{ENGINE}.cut", "after"),
     Phase("push", f"{ENGINE}.update_weights"),
