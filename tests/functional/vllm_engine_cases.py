@@ -21,9 +21,8 @@ import torch
 import vllm_stand_in
 from messages import messages
 from object_bytes import object_bytes
+from stand_in_python import stand_in
 from tiny_models import SIZES
-
-from benchmarks.sleeping_servers import stand_in
 
 EOS = (1, 3)
 MODEL = SIZES | {
