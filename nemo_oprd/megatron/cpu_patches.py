@@ -12,6 +12,7 @@ Kinds of change; what has a table is listed below:
 - Megatron's exchange of tokens between experts gets the sizes of its parts as numpy arrays, as it would from a GPU.
 - Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, also where it has found those of
   Transformer Engine or Apex, which look for a driver: a login node has a GPU's packages.
+- Where Megatron takes `torch.optim.AdamW`, it gets a subclass that does not import the compiler.
 - Megatron's linear layers add the gradient of a weight to the buffer by torch, where a GPU's would do it by Apex; its
   embeddings can, see `add_rows_to_buffer`.
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
@@ -24,7 +25,9 @@ time, has an effect only where torch sees no GPU.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import inspect
 import os
 import types
 from collections.abc import Callable
@@ -219,6 +222,32 @@ class _Functional(types.ModuleType):
         return rows(ids, weight)
 
 
+class AdamW(torch.optim.AdamW):
+    """PyTorch's, with methods that do not import the compiler to keep it away from them.
+
+    Nothing is compiled here, and the import takes a sixth of a process's start.
+    """
+
+    __module__ = torch.optim.AdamW.__module__
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+
+
+class _Optimizers(types.ModuleType):
+    """The view of torch.optim that Megatron's choice of an optimizer gets."""
+
+    AdamW = AdamW
+
+    def __init__(self) -> None:
+        super().__init__("torch.optim")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.optim, name)
+
+
 def add_rows_to_buffer(chunk: torch.nn.Module) -> None:
     """From now on the embeddings of a chunk under Megatron's DDP add their gradients to the rows of its buffer.
 
@@ -265,14 +294,21 @@ def import_uncompiled() -> None:
 
     Megatron decorates its fused functions, which this project does not use, with `torch.compile`. The decorator imports
     the compiler, which takes a quarter of a process's start-up time.
+
+    The collector of cyclic garbage waits meanwhile, and skips afterwards what was imported: nothing of it becomes
+    garbage, and a full collection, also one between two updates, would look through all of it.
     """
-    compile_ = torch.compile
+    compile_, collects = torch.compile, gc.isenabled()
     if not _may_have_gpu():
         torch.compile = lambda function: function  # type: ignore[assignment]
+    gc.disable()
     try:
         importlib.import_module("megatron.core")
     finally:
         torch.compile = compile_  # type: ignore[assignment]
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def _may_have_gpu() -> bool:
@@ -317,6 +353,9 @@ def install() -> None:
     rng._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
     rng._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
     take_torch_optimizer()
+    chosen_from = _TorchOnCpu()
+    chosen_from.optim = _Optimizers()  # type: ignore[attr-defined]
+    importlib.import_module("megatron.core.optimizer").torch = chosen_from  # type: ignore[attr-defined]
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _on_host  # type: ignore[attr-defined]
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")

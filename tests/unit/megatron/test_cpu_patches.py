@@ -183,3 +183,56 @@ def test_gradients_of_an_embedding_are_added_to_the_buffer() -> None:
         assert layers.F.embedding(torch.tensor([4]), weight.detach()).grad_fn is None
         """
     )
+
+
+def test_an_update_does_not_import_the_compiler() -> None:
+    """From the start to the end of an update; the optimizer's steps and checkpoints are torch's, bit for bit."""
+    golden = Path(__file__).parents[2] / "golden"
+    run(
+        f"""
+        import sys, torch
+        from nemo_oprd.config.loading import load_config
+        from nemo_oprd.rollout.replay import read_rollouts
+        from nemo_oprd.run.models import distiller_for
+        from nemo_oprd.train import accumulate_gradients
+        models = [f"{{role}}.hf_path={golden}/{{role}}" for role in ("student", "teacher")]
+        lines = "{golden}/rollouts.jsonl"
+        config = load_config("verify", [*models, f"rollout.replay={{lines}}", "output=unused", "precision=fp32"])
+        distiller = distiller_for(config)
+        batch = distiller.batch(
+            read_rollouts(lines, distiller.student.spec.vocab_size), distiller.objective_of(0)
+        )
+        metrics, _ = accumulate_gradients(distiller, batch)
+        assert distiller.student.optimizer_step(0, batch.objective, metrics).nonfinite_reason is None
+        compilers = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
+        assert not compilers, compilers
+        [part] = distiller.student.optimizer.chained_optimizers
+        chosen = type(part.optimizer)
+        assert issubclass(chosen, torch.optim.AdamW) and chosen is not torch.optim.AdamW
+
+        def steps(kind):
+            torch.manual_seed(0)
+            weights = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(3)]
+            hooked = []
+
+            def made():
+                made = kind([{{"params": weights[:2], "weight_decay": 0.1}}], lr=0.1, fused=True)
+                made.add_param_group({{"params": weights[2:], "weight_decay": 0.0}})
+                made.register_step_post_hook(lambda *_: hooked.append(1))
+                return made
+
+            optimizer = made()
+            for step in range(4):
+                if step == 2:
+                    state, optimizer = optimizer.state_dict(), made()
+                    optimizer.load_state_dict(state)
+                sum(weight.square().sum() * weight.std() for weight in weights).backward()
+                assert optimizer.step(lambda: torch.is_grad_enabled()) is True
+                optimizer.zero_grad()
+                assert all(weight.grad is None for weight in weights)
+            return weights, hooked
+
+        assert all(torch.equal(a, b) for a, b in zip(steps(chosen)[0], steps(torch.optim.AdamW)[0], strict=True))
+        assert steps(chosen)[1] == [1] * 4
+        """
+    )
