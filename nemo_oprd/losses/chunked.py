@@ -312,11 +312,16 @@ class _Accumulator:
                 self._kept[name].append(values_C.clone())
 
     def result(self) -> OutputSums:
-        logprob, per_row = torch.cat(self._student_logprob), torch.cat(self._per_row)
-        kept = {name: torch.cat(parts) for name, parts in self._kept.items() if parts}
-        sampler = torch.cat(self._sampler_logprob) if self._sampler_logprob else None
-        counts = len(self._weight_N), self._support_rows
-        return OutputSums(self._loss, self._metrics, *counts, logprob, per_row, kept, sampler)
+        return OutputSums(
+            loss=self._loss,
+            metrics=self._metrics,
+            rows=len(self._weight_N),
+            support_rows=self._support_rows,
+            student_logprob=torch.cat(self._student_logprob),
+            per_row=torch.cat(self._per_row),
+            kept={name: torch.cat(parts) for name, parts in self._kept.items() if parts},
+            sampler_logprob=torch.cat(self._sampler_logprob) if self._sampler_logprob else None,
+        )
 
 
 # Log-probabilities in the distribution that responses are sampled from: a temperature, then the nucleus of top-p.

@@ -182,7 +182,7 @@ class _WeightGradients:
 
 
 def _unread_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """What autograd gets in place of a gradient that is in the buffer already. Transformer Engine's is on the GPU."""
+    """Stands for a gradient that is in the buffer already. Transformer Engine's is on the GPU."""
     return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
 
 
