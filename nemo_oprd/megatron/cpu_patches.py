@@ -295,8 +295,8 @@ def import_uncompiled() -> None:
     Megatron decorates its fused functions, which this project does not use, with `torch.compile`. The decorator imports
     the compiler, which takes a quarter of a process's start-up time.
 
-    The collector of cyclic garbage waits meanwhile, and skips afterwards what was imported: nothing of it becomes
-    garbage, and a full collection, also one between two updates, would look through all of it.
+    The collector of cyclic garbage waits meanwhile, and skips afterwards what is alive then, which are imported modules
+    above all: they do not become garbage, and a full collection, also one between two updates, would look through them.
     """
     compile_, collects = torch.compile, gc.isenabled()
     if not _may_have_gpu():

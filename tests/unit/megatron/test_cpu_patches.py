@@ -57,16 +57,18 @@ def test_every_named_place_is_changed_and_global_torch_stays_as_it_is() -> None:
 
     Asking for a CUDA device outside the named Megatron modules still fails after installing.
 
-    And the compiler, which a start would wait for, is there but not imported, if torch was built without CUDA.
+    And the compiler, which a start would wait for, is there but not imported, if torch was built without CUDA; garbage
+    is collected again, except among what was imported.
     """
     out = run(
         """
-        import importlib, sys, torch
+        import gc, importlib, sys, torch
         before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "cuda", "compile")}
         import nemo_oprd.train
         from nemo_oprd.megatron import cpu_patches
         compilers = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
         assert torch.version.cuda or not compilers, compilers
+        assert gc.isenabled() and gc.get_freeze_count() > 100_000
         type_method = torch.Tensor.type
         named = cpu_patches.FUNCTIONS_COMPARING_TYPE_NAMES
         found = [cpu_patches._find(importlib.import_module(m), f) for m, f in named]
