@@ -14,11 +14,20 @@ from megatron_bridge_environment import make_environment
 from pool import HostedPools
 from served_teachers import ServedTeachers, serving_teachers
 
+from nemo_oprd.runtime.files import cache_directory
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Verdicts of canaries are kept for these tests alone; workers of pools inherit the variable."""
+    """Verdicts of canaries are kept for these tests alone; workers of pools inherit the variable.
+
+    The files of Transformer Engine stay those of the user (scripts/setup_te_files.sh).
+    """
+    fetched = [*cache_directory().glob("transformer_engine-*")]
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache"))):
+        cache_directory().mkdir()
+        for folder in fetched:
+            (cache_directory() / folder.name).symlink_to(folder)
         yield
 
 

@@ -21,8 +21,6 @@ from nemo_oprd.tools.rehearse.places import PACKAGE
 if TYPE_CHECKING:
     from nemo_oprd.tools.rehearse.recorder import Message, Recorder
 
-STEPS = 2
-
 
 def main() -> None:
     """Reads the task, rehearses, and writes the report, or the error that ended it, as JSON to the task's file."""
@@ -124,10 +122,11 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
         check_gradients(distiller, accumulate_gradients)
     prompt, response, parts = task["prompt_tokens"], task["response_tokens"], task.get("phases", ())
     rollouts = longest_responses(config, prompt, response)
-    for step in range(STEPS):
+    # the second one measures whole distributions if the run does so in some updates: it is the one that holds most
+    for step in 0, max(1, config.logging.output_metrics_every - 1):
         recorder.begin_step()
         injections.is_repeated = step > 0
-        if step == STEPS - 1:  # the optimizer has its state
+        if step > 0:  # the optimizer has its state
             if engine is not None and "generation" in parts:
                 phases.generate(recorder, engine, run, prompt, response)
             if "check" in parts:
