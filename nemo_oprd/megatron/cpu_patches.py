@@ -18,8 +18,8 @@ Kinds of change; what has a table is listed below:
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
   read and write the state of the CUDA generator use the CPU generator.
 
-Nothing is changed where CUDA is available: `install()` raises an error there. `import_uncompiled()`, which only saves
-time, has an effect only where torch sees no GPU.
+Nothing is changed where CUDA is available: `install()` raises an error there. `import_uncompiled()` only saves
+time: without the compiler where torch sees no GPU, and without collecting garbage everywhere.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ class _Functional(types.ModuleType):
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's, with methods that do not import the compiler to keep it away from them.
+    """PyTorch's AdamW without the wrappers that keep the compiler away from its methods.
 
-    Nothing is compiled here, and the import takes a sixth of a process's start.
+    Nothing is compiled here, and the wrappers import the compiler, which takes a sixth of a process's start.
     """
 
     __module__ = torch.optim.AdamW.__module__
