@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -61,6 +62,7 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
 
     from nemo_oprd.runtime.messages import show
 
+    _share_gloo_device()
     gc.freeze()  # what was imported lives to the end: no collection of garbage needs to look through it
     composing_once().start()
     torch.set_num_threads(1)
@@ -77,6 +79,27 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
             pipe.send((True, result if rank == 0 else None))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _share_gloo_device() -> None:
+    """Gives all groups of this process one device of gloo, which has one thread.
+
+    Each group has its own otherwise, whose thread wakes 100 times per second: workers keep the groups of all layouts
+    they have seen, and those that waited took a third of all CPU time.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    own = ProcessGroupGloo.__init__
+    devices: list[Any] = []
+
+    def share(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        if not devices:
+            devices.append(ProcessGroupGloo.create_default_device())
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout, options._threads = devices, timeout, 2
+        own(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = share
 
 
 class WorkerError(AssertionError):
