@@ -48,7 +48,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _work(rank: int, size: int, port: int, stays: bool, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -62,7 +62,8 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
 
     from nemo_oprd.runtime.messages import show
 
-    _share_gloo_device()
+    if stays:
+        _share_gloo_device()
     gc.freeze()  # what was imported lives to the end: no collection of garbage needs to look through it
     composing_once().start()
     torch.set_num_threads(1)
@@ -107,15 +108,15 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    """`size` ranks, forked by `context`."""
+    """`size` ranks, forked by `context`, which take many cases (`stays`) or one, with groups as a command has them."""
 
-    def __init__(self, size: int, context: Any) -> None:
+    def __init__(self, size: int, context: Any, *, stays: bool = True) -> None:
         port = _free_port()
         self.size = size
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, port, theirs))
+            process = context.Process(target=_work, args=(rank, size, port, stays, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -180,7 +181,7 @@ class Pools:
 
     def once(self, size: int, target: str, timeout: float = 240, **kwargs: Any) -> Any:
         """`self[size].run`, in workers that have done nothing else and end with it, as the processes of a launcher."""
-        pool = Pool(size, self._context)
+        pool = Pool(size, self._context, stays=False)
         try:
             return pool.run(target, timeout, **kwargs)
         finally:
