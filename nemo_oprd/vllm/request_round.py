@@ -51,7 +51,7 @@ class RequestRound(Generic[T]):
             and sends it to another server.
         died: per server, why it counts as dead.
         error: an error that makes further sampling pointless.
-        busy_s: per server, the seconds until its last response.
+        busy_s: per server, the seconds from `began`, a time.monotonic(), until its last response.
         stopped: set it to end the round; it drops requests under way and closes their connections.
         is_cut: whether to claim no more requests, see `cut`.
     """
@@ -67,13 +67,13 @@ class RequestRound(Generic[T]):
     died: dict[int, str] = field(default_factory=dict)
     error: str | None = None
     busy_s: dict[int, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     is_cut: bool = False
     _pauses: asyncio.Future | None = None
     _slots: dict[int, tuple[Server, asyncio.Future]] = field(default_factory=dict)  # by the number of their server
     _again: list[Claimed] = field(default_factory=list)  # claimed by a server that died
     _deaths: dict[int, asyncio.Event] = field(default_factory=dict)
-    _started: float = field(default_factory=time.monotonic)
 
     async def run(self, servers: list[Server]) -> None:
         """Samples on `servers`, which have the weights. Returns once no call is under way."""
@@ -167,7 +167,7 @@ class RequestRound(Generic[T]):
                 answer = await self._ask(server, index, body)
                 found = self.check.read(index, answer, body["sampling_params"]["max_tokens"], server.name)
                 self.deliver(index, found, server.number)
-                self.busy_s[server.number] = time.monotonic() - self._started
+                self.busy_s[server.number] = time.monotonic() - self.began
             except ServerDied as death:
                 self.died.setdefault(server.number, str(death))
                 self.give_back(claimed)

@@ -6,6 +6,7 @@ while the trainer's rank computes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,7 @@ class Round:
     cut: dict[int, Response] = field(default_factory=dict)  # the first tokens of responses, when the round was cut
     died: dict[int, str] = field(default_factory=dict)  # per server, why
     error: str | None = None  # an error that makes further sampling pointless
+    began: float = field(default_factory=time.monotonic, compare=False)
     busy_s: dict[int, float] = field(default_factory=dict)  # per server, the seconds until its last response
     is_cut: bool = False  # see `Sampler.cut`
 
@@ -292,7 +294,7 @@ class Sampler:
 
         check = AnswerCheck(job.version, job.task.known_ids, result)
         limits = job.task.timeout_s, claim, job.slots
-        work = RequestRound(self._client, check, *limits, deliver, path_of=lambda _: PACKED)
+        work = RequestRound(self._client, check, *limits, deliver, path_of=lambda _: PACKED, began=result.began)
         self._work, work.is_cut = work, result.is_cut
         try:
             if not self._is_closed:

@@ -93,12 +93,14 @@ def _share_gloo_device() -> None:
     own = ProcessGroupGloo.__init__
     devices: list[Any] = []
 
-    def share(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def share(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        if not isinstance(timeout, timedelta):  # options, which name a device of their own
+            return own(group, store, rank, size, timeout)
         if not devices:
             devices.append(ProcessGroupGloo.create_default_device())
         options = ProcessGroupGloo._Options()
         options._devices, options._timeout, options._threads = devices, timeout, 2
-        own(group, store, rank, size, options)
+        return own(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = share
 

@@ -150,8 +150,8 @@ def slow() -> Iterator[Server]:
 class Sampling:
     """A round at servers, 4 requests at a time at each; `claim` returns the 5 requests unless another one is given."""
 
-    def __init__(self, *servers: Server, keep: Any = None, claim: Any = None) -> None:
-        self.client, self.result = Client(), Round()
+    def __init__(self, *servers: Server, keep: Any = None, claim: Any = None, result: Round | None = None) -> None:
+        self.client, self.result = Client(), result or Round()
         self.sampler, order = Sampler(self.client), iter(range(5))
         params = SamplingParams(1.0, 1.0, 3, (0, 1, 2))
         task = Task([Request([5])] * 20, params, 100, (1,), TokenIds(151_936), 60.0)
@@ -171,15 +171,16 @@ class Sampling:
 
 
 def test_responses_of_a_round(slow: Server) -> None:
-    """With the version of their weights; they are kept first."""
+    """With the version of their weights; they are kept first. Seconds count from the round, not from its thread."""
     kept = dict[int, Response]()
-    sampling = Sampling(slow, keep=kept.update)
+    sampling = Sampling(slow, keep=kept.update, result=Round(began=time.monotonic() - 3600))
     sampling.wait_for(2)
     assert not sampling.future.done()
     Slow.go.set()
     sampling.future.result(20)
     found = sampling.result
     assert (found.error, found.died, found.cut) == (None, {}, {}) and found.busy_s.keys() == {0}
+    assert 3600 < found.busy_s[0] < 3660
     assert sorted(found.sampled) == sorted(kept) == [*range(5)]
     for one in found.sampled.values():
         assert (one.ids.tolist(), one.finished, one.cut) == (IDS, False, False)
