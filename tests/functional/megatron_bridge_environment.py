@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
+import signal
 import subprocess
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 HERE = ROOT / "tests" / "functional"
 PYTHON = ROOT / ".venv-nemo-bridge" / "bin" / "python"
+TIMEOUT_S = 580
 _LIST = """
 import json, sys
 from pathlib import Path
@@ -29,15 +35,58 @@ def make_environment() -> dict[str, str]:
         pytest.skip(f"scripts/setup_nemo_bridge.sh failed: {made.stderr.strip().splitlines()[-1:]}")
     path = os.pathsep.join(map(str, (ROOT, HERE, HERE / "te_stand_in")))
     kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    # Megatron's small functions are compiled in half of the time otherwise; test_toy_families.py compiles them
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    return {**kept, **own, "TORCHDYNAMO_DISABLE": "1"}
+
+
+class Host:
+    """A process of bridge_host.py, with an environment of its own; it ends with this one, at the latest."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        command = [str(PYTHON), str(HERE / "bridge_host.py")]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
+
+    def run(self, ranks: int, script: Path, arguments: list[str]) -> tuple[int, str]:
+        """Returns the exit status and what was printed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "output"
+            asked = {"ranks": ranks, "script": str(script), "arguments": arguments, "output": str(output)}
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_S)
+            answer = self._process.stdout.readline() if ready else ""
+            if not answer:  # it takes too long, or has died: the next call starts another one
+                self.close()
+            printed = output.read_text(errors="replace") if output.exists() else ""
+            return (json.loads(answer), printed) if answer else (1, f"{printed}\nno answer within {TIMEOUT_S} s")
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the process and its ranks."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+_hosts: dict[frozenset[tuple[str, str]], Host] = {}
 
 
 def run(environment: dict[str, str], ranks: int, script: str, case: str, **arguments: Any) -> None:
-    """Runs the function `case` of `script` on `ranks` ranks, which torchrun starts; 0: without torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [str(PYTHON), *torchrun, str(HERE / script), case, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    """Runs the function `case` of `script` on `ranks` ranks; 0: in a process that is no rank.
+
+    Their processes are forks of one that has imported Megatron-Bridge, because that takes 20 seconds.
+    """
+    key = frozenset(environment.items())
+    if key not in _hosts or not _hosts[key].is_alive():
+        _hosts[key] = Host(environment)
+        atexit.register(_hosts[key].close)
+    status, printed = _hosts[key].run(ranks, HERE / script, [case, json.dumps(arguments)])
+    assert status == 0, printed[-8000:]
 
 
 def published_rows(root: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ LEFT = 0.7
 def environment(megatron_bridge: dict[str, str]) -> dict[str, str]:
     if "version = 3.11" in (PYTHON.parent.parent / "pyvenv.cfg").read_text():
         pytest.skip("Megatron-Bridge 0.3 (Python 3.11) refuses these families")
-    return megatron_bridge
+    return {name: value for name, value in megatron_bridge.items() if name != "TORCHDYNAMO_DISABLE"}
 
 
 @pytest.fixture(scope="module")
