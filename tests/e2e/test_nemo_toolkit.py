@@ -45,6 +45,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     psutil.wait_procs(ranks, timeout=30)
 
 
+@pytest.mark.slow
 def test_killed_at_tp2_and_resumed(pair: Path, tmp_path: Path) -> None:
     """As if it had never been killed, and bit for bit what `nemo-oprd train` gives; then there is nothing left to do.
 

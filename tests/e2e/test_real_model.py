@@ -45,8 +45,9 @@ def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, check=False, timeout=900)
 
 
+@pytest.mark.slow
 @pytest.mark.smollm
-@pytest.mark.parametrize("student", ["pruned", pytest.param("quantised", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("student", ["pruned", "quantised"])
 def test_the_command(project: Path, student: str) -> None:
     arguments = ("--student", student, *SHORT)
     first = run(project, *arguments)

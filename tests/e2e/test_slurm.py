@@ -218,17 +218,6 @@ def a_job_that_is_asked_to_stop_while_it_samples(site: Site) -> None:
     assert differences(site.output, whole.output) == []
 
 
-def a_vllm_server_on_its_own_node(site: Site) -> None:
-    """The last rank's node holds the server; weights reach it through a process group."""
-    settings = ["train.steps=3", "student.parallel.tensor=1", "rollout.engine=vllm"]
-    site.completes(site.submit(*settings, "rollout.vllm.placement=dedicated"))
-    assert site.updates() == [1, 2, 3]
-    lines = [json.loads(line) for line in (site.output / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < line["rollout/logprob_gap_max"] < 1e-4 and line["rollout/server_deaths"] == 0 for line in lines)
-    log = (site.output / "vllm" / "server_0.log").read_text()
-    assert "--- start 1:" in log and "--- start 2:" not in log
-
-
 def test_a_dry_run_in_a_job(cluster: slurm_cluster.SlurmCluster, tmp_path: Path) -> None:
     """The plan is asked for by one task on the first node, for all ranks of the job, and its exit code is the job's."""
     python, log = tmp_path / "python", tmp_path / "job.log"
@@ -298,24 +287,28 @@ SCENARIOS = (
     both_stages_of_a_bridge, a_job_that_is_asked_to_stop_while_it_samples,
     a_job_that_is_asked_to_stop_saves_and_queues_itself, two_nodes_and_a_second_submission,
 )  # fmt: skip
-WITH_VLLM = (a_vllm_server_on_its_own_node,)
 
 
 @pytest.fixture(scope="module")
-def running(
-    cluster: slurm_cluster.SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Callable, Future]]:
-    """All scenarios, begun."""
-    scenarios = (*(WITH_VLLM if vllm_environment.missing() is None else ()), *SCENARIOS)
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair that has begun to learn."""
     toy = tmp_path_factory.mktemp("pair") / "toy"
     recipe = Recipe(
         seed=0, steps=30, student_step=15, layers=2, hidden=128, batch=16, warmup_steps=5,
         train_prompts=64, tune_prompts=16, heldout_prompts=16,
     )  # fmt: skip
     build_pair(recipe, toy, lambda _: None)
-    with ThreadPoolExecutor(len(scenarios)) as pool:
+    return toy
+
+
+@pytest.fixture(scope="module")
+def running(
+    cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Callable, Future]]:
+    """All scenarios without vLLM, begun."""
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
         begun = {}
-        for number, scenario in enumerate(scenarios):
+        for number, scenario in enumerate(SCENARIOS):
             nodes = slurm_cluster.NODES[2 * number : 2 * number + 2]
             begun[scenario] = pool.submit(
                 scenario, Site(cluster, nodes, toy, tmp_path_factory.mktemp(scenario.__name__))
@@ -323,13 +316,21 @@ def running(
         yield begun
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing()))
-@pytest.mark.parametrize("scenario", WITH_VLLM, ids=lambda scenario: scenario.__name__)
-def test_scenario_with_vllm(running: dict[Callable, Future], scenario: Callable[[Site], None]) -> None:
-    running[scenario].result()
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(running: dict[Callable, Future], scenario: Callable[[Site], None]) -> None:
     running[scenario].result()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(vllm_environment.missing() is not None, reason=str(vllm_environment.missing()))
+def test_a_vllm_server_on_its_own_node(cluster: slurm_cluster.SlurmCluster, toy: Path, tmp_path: Path) -> None:
+    """The last rank's node holds the server; weights reach it through a process group."""
+    site = Site(cluster, slurm_cluster.NODES[-2:], toy, tmp_path)
+    settings = ["train.steps=3", "student.parallel.tensor=1", "rollout.engine=vllm"]
+    site.completes(site.submit(*settings, "rollout.vllm.placement=dedicated"))
+    assert site.updates() == [1, 2, 3]
+    lines = [json.loads(line) for line in (site.output / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < line["rollout/logprob_gap_max"] < 1e-4 and line["rollout/server_deaths"] == 0 for line in lines)
+    log = (site.output / "vllm" / "server_0.log").read_text()
+    assert "--- start 1:" in log and "--- start 2:" not in log

@@ -22,8 +22,9 @@ PATIENCE_S = 600
 # the experts of a layer are packed in the same way at both sizes, and positions do not depend on them
 ONE_SIZE = {("qwen3_moe", 1), ("qwen3_yarn", 2)}
 CASES = [case for name in vllm_environment.MODELS for case in ((name, 1), (name, 2)) if case not in ONE_SIZE]
-# each family at one size, but llama, which is qwen2 without biases; the tied one, whose sampling is tested, at both
-SLOW = {("llama", 1), ("llama", 2), ("qwen3", 1), ("qwen2_untied", 1), ("qwen2_untied", 2)}
+# each family at one size, but llama, which is qwen2 without biases
+SLOW = {("llama", 1), ("llama", 2), ("qwen3", 1), ("qwen2_tied", 2), ("qwen2_untied", 1), ("qwen2_untied", 2)}
+SIZES = [1, pytest.param(2, marks=pytest.mark.slow)]
 # float32 on both sides; log-probabilities of thousands of tokens differed by 2e-5 at most
 LOGPROB_TOLERANCE = 1e-4
 pytestmark = [
@@ -45,15 +46,27 @@ def agreement(model: str, tensor: int, directory: Path) -> dict[str, Any]:
     return json.loads((directory / "results.json").read_text())
 
 
+class Agreements(dict[tuple[str, int], Future]):
+    """Comparisons by their case, begun when first asked for, two at a time."""
+
+    def __init__(self, pool: ThreadPoolExecutor, root: Path) -> None:
+        self.pool, self.root = pool, root
+
+    def __missing__(self, case: tuple[str, int]) -> Future:
+        self[case] = self.pool.submit(agreement, *case, self.root / f"{case[0]}-{case[1]}")
+        return self[case]
+
+
 @pytest.fixture(scope="module")
-def agreements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], Future]]:
+def agreements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agreements]:
+    """All that are not slow have begun."""
     root, before = tmp_path_factory.mktemp("vllm"), vllm_environment.shared_memory()
     with ThreadPoolExecutor(2) as pool:
-        futures = {}
+        found = Agreements(pool, root)
         for case in CASES:
             if case not in SLOW:
-                futures[case] = pool.submit(agreement, *case, root / f"{case[0]}-{case[1]}")
-        yield futures
+                found[case]
+        yield found
     assert vllm_environment.shared_memory() <= before, "a server left something in shared memory"
 
 
@@ -62,9 +75,9 @@ def agreements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[
     [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],
     ids=lambda case: f"{case[0]}-tp{case[1]}",
 )
-def test_ids_and_logprobs_are_those_of_transformers(case: tuple[str, int], agreements: dict, tmp_path: Path) -> None:
+def test_ids_and_logprobs_are_those_of_transformers(case: tuple[str, int], agreements: Agreements) -> None:
     """Before and after three updates, greedily and sampled; an id without a token is likely, and never sampled."""
-    found = agreement(*case, tmp_path / "alone") if case in SLOW else agreements[case].result()
+    found = agreements[case].result()
     assert len(found["greedy"]) == 4
     for update, greedy in enumerate(found["greedy"]):
         assert greedy["transformers"] and greedy["in_process"] and greedy["reasons"], (update, greedy)
@@ -73,16 +86,16 @@ def test_ids_and_logprobs_are_those_of_transformers(case: tuple[str, int], agree
     assert max(found["logprob_gap"]) < LOGPROB_TOLERANCE, found["logprob_gap"]
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_what_is_sampled_follows_the_exact_distribution(tensor: int, agreements: dict) -> None:
+@pytest.mark.parametrize("tensor", SIZES)
+def test_what_is_sampled_follows_the_exact_distribution(tensor: int, agreements: Agreements) -> None:
     sampling = agreements["qwen2_tied", tensor].result()["sampling"]
     assert sampling["cells"] > 10 and sampling["outside"] == 0
     assert sampling["p_value"] > 1e-3  # the seeds are fixed: this fails always or never
     assert sampling["logprob_gap"] < LOGPROB_TOLERANCE and sampling["repeatable"]
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_cancelled_generation_goes_on_with_what_was_complete(tensor: int, agreements: dict) -> None:
+@pytest.mark.parametrize("tensor", SIZES)
+def test_a_cancelled_generation_goes_on_with_what_was_complete(tensor: int, agreements: Agreements) -> None:
     cancelled = agreements["qwen2_tied", tensor].result()["cancelled"]
     assert cancelled["completed"] is not None and 0 < cancelled["completed"] < cancelled["of"], cancelled
     assert cancelled["same_with_done"] and cancelled["same_after"]
