@@ -34,7 +34,8 @@ def make_environment() -> dict[str, str]:
     if made.returncode:
         pytest.skip(f"scripts/setup_nemo_bridge.sh failed: {made.stderr.strip().splitlines()[-1:]}")
     path = os.pathsep.join(map(str, (ROOT, HERE, HERE / "te_stand_in")))
-    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
+    other = ("VIRTUAL_ENV", "PYTHONHOME", "PYTEST_CURRENT_TEST")
+    kept = {name: value for name, value in os.environ.items() if name not in other}
     # Megatron's small functions are compiled in half of the time otherwise; test_toy_families.py compiles them
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     return {**kept, **own, "TORCHDYNAMO_DISABLE": "1"}
@@ -45,7 +46,8 @@ class Host:
 
     def __init__(self, environment: dict[str, str]) -> None:
         command = [str(PYTHON), str(HERE / "bridge_host.py")]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
 
     def run(self, ranks: int, script: Path, arguments: list[str]) -> tuple[int, str]:
@@ -58,10 +60,13 @@ class Host:
             self._process.stdin.flush()
             ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_S)
             answer = self._process.stdout.readline() if ready else ""
-            if not answer:  # it takes too long, or has died: the next call starts another one
-                self.close()
             printed = output.read_text(errors="replace") if output.exists() else ""
-            return (json.loads(answer), printed) if answer else (1, f"{printed}\nno answer within {TIMEOUT_S} s")
+        if answer:
+            return json.loads(answer), printed
+        self.close()  # the next call starts another one
+        self._log.seek(0)
+        why = f"{self._log.read()[-4000:]}\nit ended" if ready else f"no answer within {TIMEOUT_S} s"
+        return 1, f"{printed}\n{why}"
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
