@@ -13,6 +13,7 @@ from lanes import read_full
 
 ROOT = Path(__file__).parents[3]
 SERVICES = "slurm or vllm or nemo or smollm or wandb or chromium or npm or recipes"
+MARKED = {"test_a.py": "@pytest.mark.npm\n", "test_b.py": "@pytest.mark.slow\n", "test_c.py": "[pytest.mark.vllm]"}
 
 
 def run(
@@ -23,6 +24,9 @@ def run(
     scripts.mkdir()
     programs.mkdir()
     shutil.copy(ROOT / "scripts" / "test.sh", scripts)
+    (directory / "tests").mkdir()
+    for file, text in MARKED.items():
+        (directory / "tests" / file).write_text(text)
     (scripts / "test_other_python.sh").write_text(f'echo other >>"{directory}/ran"\nexit {other_status}\n')
     (scripts / "environment.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
     for name, status in (("ruff", 0), ("mypy", mypy_status), ("python", pytest_status)):
@@ -50,6 +54,7 @@ DEFAULT = (
     "|".join(["tests/functional", *(f"--ignore={file}" for file in BESIDE)]),
     "|".join(["tests/unit", "tests/e2e", *BESIDE]),
 )
+FILES = "tests/test_a.py|tests/test_c.py"
 INTEGRATION = ("vllm and not (slurm or slow)", f"({SERVICES}) and not (slow or vllm and not slurm)")
 CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
 
@@ -60,7 +65,7 @@ CHECKS = ["ruff|check|.", "ruff|format|--check|.", "mypy|"]
         ([], [*CHECKS, *(f"python|-m|pytest|-m|not (full or slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
         (["--full"], [*CHECKS, *(f"python|-m|pytest|-m|not (slow or {SERVICES})|{tests}" for tests in DEFAULT)]),
         (["--all"], [*CHECKS, "python|-m|pytest"]),
-        (["--integration"], [*(f"python|-m|pytest|-m|{lane}" for lane in INTEGRATION), "other"]),
+        (["--integration"], [*(f"python|-m|pytest|-m|{lane}|{FILES}" for lane in INTEGRATION), "other"]),
         (["--integration", "-x"], [f"python|-m|pytest|-m|({SERVICES}) and not slow|-x"]),
         (["tests/unit", "-x"], [*CHECKS, "python|-m|pytest|tests/unit|-x"]),
         (["--all", "-k", "golden"], [*CHECKS, "python|-m|pytest|-k|golden"]),
@@ -72,6 +77,13 @@ def test_levels(tmp_path: Path, arguments: list[str], expected: list[str]) -> No
     two_lanes = arguments in ([], ["--full"], ["--integration"])
     assert sorted(ran) == sorted(expected) if two_lanes else ran == expected
     assert ran[:2] == expected[:2] or "--integration" in arguments
+
+
+def test_services_are_marked_where_they_are_looked_for() -> None:
+    """`--integration` asks for the files that name a mark of a service: none comes from another file."""
+    marks = re.compile(rf"mark\.({SERVICES.replace(' or ', '|')})\b")
+    named = [file for file in (ROOT / "tests").rglob("*.py") if marks.search(file.read_text())]
+    assert len(named) > 20 and all(file.name.startswith("test_") for file in named), named
 
 
 def test_the_default_runs_all_folders(pytestconfig: pytest.Config) -> None:
