@@ -76,6 +76,7 @@ def peer_rows(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_peers_without_trl(tmp_path: Path) -> None:
     ours, theirs = peer_rows(tmp_path, "--peers", "plain", "--task", "top_16")
     assert [(row["task"], row["batch"]) for row in (ours, theirs)] == [("top_16", "4 x 256-512")] * 2

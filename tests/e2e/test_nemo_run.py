@@ -87,6 +87,7 @@ def test_every_configuration_is_a_recipe(tmp_path: Path) -> None:
     assert found["mine"] == ["My run.\nIn two lines.", str(tmp_path), {"parallel": {}}, DATA]
 
 
+@pytest.mark.slow
 def test_the_local_executor_trains(pair: Path, plain: Path, tmp_path: Path) -> None:
     """Two ranks at TP2 by torchrun: bit for bit the run of `nemo-oprd train`; relative paths start where `nemo` was."""
     command = nemo.documented("nemo oprd train --yes --factory quickstart run.executor=local_torchrun")

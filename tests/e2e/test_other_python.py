@@ -59,6 +59,7 @@ def train(output: Path, *overrides: str) -> list[str]:
     return ["train", "--config-name", "verify", *BASE, "train.save_every=2", f"output={output}", *overrides]
 
 
+@pytest.mark.slow
 def test_a_run_of_the_older_megatron_goes_on_under_the_newer(tmp_path: Path) -> None:
     """At another layout, too. The other way is refused, in one line, and loses nothing."""
     old, new = environments()

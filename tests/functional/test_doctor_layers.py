@@ -42,6 +42,7 @@ def test_a_pruned_student(pools: Pools, world: Path) -> None:
     assert similar_layers(pools, world, SHIFTED).code == "layer-map-shifted"
 
 
+@pytest.mark.slow
 def test_a_pruned_student_on_two_stages(pools: Pools, world: Path) -> None:
     """The layers of another stage are seen, too."""
     one, two = (similar_layers(pools, world, *layout, ranks=ranks) for layout, ranks in (

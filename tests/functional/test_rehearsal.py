@@ -161,6 +161,7 @@ def test_a_sound_run_has_no_mistake_and_waits_where_it_did(sound: dict[str, Any]
     rehearsal_golden.check("local", sound, tmp_path)
 
 
+@pytest.mark.slow
 def test_local_layers_beside_transformer_engine(with_servers: list[str], tmp_path: Path, sound: dict[str, Any]) -> None:
     """A login node has the packages of a GPU, and no driver, for which Transformer Engine's optimizer looks."""
     found = rehearsed(with_servers, tmp_path, "nothing", packages=PLANTS.with_name("te_stand_in"))
