@@ -7,8 +7,8 @@
 #   bash scripts/test.sh tests/unit      ruff, mypy, and pytest with these arguments, whatever marks the tests have
 # Arguments after --all or --integration go to pytest, too. Without arguments, and with --full, tests/functional, which computes, runs
 # beside the other tests, which wait more than they compute, and some files of its own; their output follows at the end.
-# In the same way the integration tests of vLLM run beside the others, and after them the tests of the other supported Python
-# and Megatron-core (scripts/test_other_python.sh).
+# In the same way the integration tests of vLLM run beside the others, which the tests of the other supported Python and
+# Megatron-core follow (scripts/test_other_python.sh).
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 services="slurm or vllm or nemo or smollm or wandb or chromium or npm or recipes"
@@ -22,18 +22,14 @@ if [ "${1:-}" = --integration ]; then
   mapfile -t files < <(grep -rlE "mark\.(${services// or /|})\b" --include='test_*.py' tests | sort)
   output=$(mktemp)
   # servers of vLLM start for half of their tests' time, on one core
-  (
-    status=0
-    python -m pytest -m "vllm and not (slurm or slow)" "${files[@]}" || status=$?
-    if [ "$status" = 0 ] || [ "$status" = 5 ]; then
-      bash scripts/test_other_python.sh || exit
-    fi
-    exit "$status"
-  ) >"$output" 2>&1 &
+  python -m pytest -m "vllm and not (slurm or slow)" "${files[@]}" >"$output" 2>&1 &
   others=$!
   trap 'kill "$others" 2>/dev/null || true; rm -f "$output"' EXIT
   status=0 status_of_others=0
   python -m pytest -m "($services) and not (slow or vllm and not slurm)" "${files[@]}" || status=$?
+  if [ "$status" = 0 ] || [ "$status" = 5 ]; then
+    bash scripts/test_other_python.sh || status=$?
+  fi
   wait "$others" || status_of_others=$?
   cat "$output"
   for each in "$status" "$status_of_others"; do
