@@ -36,7 +36,7 @@ def make_environment() -> dict[str, str]:
     path = os.pathsep.join(map(str, (ROOT, HERE, HERE / "te_stand_in")))
     other = ("VIRTUAL_ENV", "PYTHONHOME", "PYTEST_CURRENT_TEST")
     kept = {name: value for name, value in os.environ.items() if name not in other}
-    # Megatron's small functions are compiled in half of the time otherwise; test_toy_families.py compiles them
+    # compiling Megatron's small functions took a third of a training case; test_toy_families.py still compiles them
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     return {**kept, **own, "TORCHDYNAMO_DISABLE": "1"}
 
