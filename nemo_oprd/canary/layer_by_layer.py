@@ -26,7 +26,7 @@ from nemo_oprd.canary.delta_rule import exact_delta_rule
 from nemo_oprd.canary.reference import HEAD_ROWS, REPORT, STATES, ReferenceStates
 from nemo_oprd.megatron.weights.dequantize import StoredTensors
 from nemo_oprd.models import has_other_name, read_hf_config, transformers_config
-from nemo_oprd.models.complete_config import LEFT_OUT, name_in_language_model
+from nemo_oprd.models.complete_config import LEFT_OUT, names_in_language_model
 from nemo_oprd.models.quantization import Quantization, forget_quantization, known_quantization
 
 _LISTS = ("layers", "h", "blocks")  # what transformers calls its lists of decoder layers
@@ -233,12 +233,12 @@ def _without_layers(cls: Any, quantization: Quantization | None, *, renamed: boo
 
 def _files(checkpoint_files: list[str], *, renamed: bool) -> dict[str, tuple[str, str]]:
     """Maps each tensor's name to its file and its name there, which differs in a `renamed` model alone."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for file in checkpoint_files:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                if not (renamed and name.startswith(LEFT_OUT)):
-                    found[name_in_language_model(name) if renamed else name] = file, name
+            stored = [name for name in opened.keys() if not (renamed and name.startswith(LEFT_OUT))]  # noqa: SIM118
+            own = names_in_language_model(stored) if renamed else {name: name for name in stored}
+        found |= {name: (file, own[name]) for name in own}
     return found
 
 

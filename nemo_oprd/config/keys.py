@@ -61,8 +61,13 @@ class Key:
         return [" ".join(paragraph.split()) for paragraph in docstring.split("\n\n")]
 
 
-def keys(root: type, prefix: str = "", rule: Rule | None = None) -> Iterator[Key]:
-    """Yields every key of a schema, groups and the keys of groups in a list included, in its order."""
+@cache
+def keys(root: type) -> tuple[Key, ...]:
+    """Returns every key of a schema, groups and the keys of groups in a list included, in its order."""
+    return tuple(_keys(root, "", None))
+
+
+def _keys(root: type, prefix: str, rule: Rule | None) -> Iterator[Key]:
     for field in dataclasses.fields(root):
         hint, own = _hints(root)[field.name]
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -70,7 +75,7 @@ def keys(root: type, prefix: str = "", rule: Rule | None = None) -> Iterator[Key
         yield key
         inner = (*typing.get_args(hint), None)[0] if typing.get_origin(hint) is list else hint
         if dataclasses.is_dataclass(inner):
-            yield from keys(typing.cast(type, inner), f"{key.name}.", key.rule)
+            yield from _keys(typing.cast(type, inner), f"{key.name}.", key.rule)
 
 
 def plain_key(key: str) -> str:

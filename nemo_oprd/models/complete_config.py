@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 # The language model inside a checkpoint of a model for text and pictures: its config, and its tensors' names.
@@ -92,12 +93,16 @@ def language_model_architecture(hf_config: dict) -> str | None:
     return _ARCHITECTURES.get(str(hf_config.get("model_type")))
 
 
-def name_in_language_model(name: str) -> str:
-    """A tensor's name in a checkpoint of the whole -> its name in the language model; others are returned as they are.
+def names_in_language_model(names: Iterable[str]) -> dict[str, str]:
+    """Maps each tensor's name in the language model to its name in a checkpoint of the whole, which may be the same.
 
-    >>> name_in_language_model("model.language_model.layers.0.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
+    >>> names_in_language_model(["model.language_model.layers.0.mlp.up_proj.weight"])
+    {'model.layers.0.mlp.up_proj.weight': 'model.language_model.layers.0.mlp.up_proj.weight'}
     """
+    return {_name_in_language_model(name): name for name in names}
+
+
+def _name_in_language_model(name: str) -> str:
     if name.startswith(_OUTER):
         return name.removeprefix(_OUTER)
     return _PREFIX + name.removeprefix(_INNER) if name.startswith(_INNER) else name

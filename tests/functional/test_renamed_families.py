@@ -26,7 +26,7 @@ from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.evaluation.agreement import load_model
 from nemo_oprd.models import read_hf_config, read_model_spec, transformers_config
-from nemo_oprd.models.complete_config import name_in_language_model
+from nemo_oprd.models.complete_config import names_in_language_model
 from nemo_oprd.rollout.replay import write_rollouts
 from nemo_oprd.vllm.launch import server_arguments
 
@@ -113,11 +113,8 @@ def test_the_language_model_of_qwen3_vl(pools: Pools, towers: tuple[str, Path], 
         total = total + (squares[0, len(rollout.prompt_ids) :] * mask).sum() / mask.sum() / len(answered)
     assert rows > 0
     total.backward()
-    expected = {
-        name_in_language_model(name): parameter.grad
-        for name, parameter in student.named_parameters()
-        if parameter.grad is not None
-    }
+    gradients = {name: parameter.grad for name, parameter in student.named_parameters() if parameter.grad is not None}
+    expected = {name: gradients[stored] for name, stored in names_in_language_model(gradients).items()}
     expected |= {name: of_expert(name, expected) for name in found if ".experts." in name}
     assert set(found) <= set(expected)
     deviations = agreement(found, {name: expected[name] for name in found})
@@ -209,5 +206,6 @@ def test_kimi_is_deepseek_v3(tmp_path: Path, whole: bool) -> None:
     assert (found["model_type"], found["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
     assert found["hidden_size"] == 64
     assert type(transformers_config(tmp_path)).__name__ == "DeepseekV3Config"
-    assert name_in_language_model("language_model.model.layers.3.mlp.gate.weight") == "model.layers.3.mlp.gate.weight"
-    assert name_in_language_model("language_model.lm_head.weight") == "lm_head.weight"
+    stored = ["language_model.model.layers.3.mlp.gate.weight", "language_model.lm_head.weight", "model.norm.weight"]
+    own = ["model.layers.3.mlp.gate.weight", "lm_head.weight", "model.norm.weight"]
+    assert names_in_language_model(stored) == dict(zip(own, stored, strict=True))

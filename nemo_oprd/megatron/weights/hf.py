@@ -24,7 +24,7 @@ from nemo_oprd.megatron.param_names import mappings_by_name, named_weights
 from nemo_oprd.megatron.weights.dequantize import PLAIN_DTYPES, QuantizedSlice, StoredTensors
 from nemo_oprd.models import ModelSpec, has_other_name, read_hf_config, transformers_config
 from nemo_oprd.models.architecture import ParamMapping, stack_parts, stacked_part
-from nemo_oprd.models.complete_config import LEFT_OUT, name_in_language_model
+from nemo_oprd.models.complete_config import LEFT_OUT, names_in_language_model
 from nemo_oprd.models.families import fused_name
 from nemo_oprd.models.quantization import forget_quantization, known_quantization
 from nemo_oprd.models.weight_files import weight_files
@@ -65,8 +65,7 @@ class HFCheckpoint:
             except Exception as error:  # safetensors raises its own SafetensorError for truncated or foreign files
                 text = f"{file}: not a readable safetensors file ({error}); copy it from its source again"
                 raise ValueError(text) from error
-            for stored in handle.keys():  # noqa: SIM118
-                name = name_in_language_model(stored)
+            for name, stored in names_in_language_model(handle.keys()).items():
                 self._handle_of[name] = handle
                 if name != stored:
                     self._in_files[name] = stored
@@ -110,12 +109,13 @@ class HFCheckpoint:
 
     def _stored(self, name: str) -> tuple[str, int | None, int | None]:
         """(stored name, expert, half) of a tensor; see `fused_name` for experts that are stored together."""
+        if name in self._names:
+            return name, None, None
         whole, part = stacked_part(name)
         if part is not None:
             return whole, part, None
         fused = fused_name(name)
-        names = self._names
-        return fused if name not in names and fused[0] in names else (name, None, None)
+        return fused if fused[0] in self._names else (name, None, None)
 
     def _slice(self, name: str) -> Any:
         """A tensor as a slice, without reading it."""

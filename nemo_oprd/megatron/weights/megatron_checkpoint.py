@@ -100,10 +100,11 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         stacked: whether all layers of a kind are in one array; None: as this project writes them (`stacks_layers`).
     """
     stacked = stacks_layers(spec) if stacked is None else stacked
+    sizes = _shapes(spec)
     parameters = []
     for mapping in spec.family.param_mappings(spec):
         if mapping.layer is None:
-            shape = _joined_shape(mapping, mapping.megatron, spec)
+            shape = _joined_shape(mapping, spec) or sizes[mapping.megatron]
             parameters.append(Parameter(mapping, mapping.megatron, shape))
             continue
         name = mapping.megatron.split(".", 3)[3]
@@ -119,16 +120,18 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         if spec.latent is not None and fused.startswith("self_attention.linear_qkv."):
             fused = name  # and so is that before the two projections of latent attention
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
-        shape, sections = _joined_shape(mapping, name, spec), mapping.form.sections(spec)
+        shape, sections = _joined_shape(mapping, spec) or sizes[name], mapping.form.sections(spec)
         parameters.append(Parameter(mapping, prefix + fused, shape, index, counts, sections))
     return parameters
 
 
-def _joined_shape(mapping: ParamMapping, name: str, spec: ModelSpec) -> tuple[int, ...]:
-    """The shape of a mapping's joined tensor. `name` is Megatron's, without numbers of layers and experts."""
+def _joined_shape(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...] | None:
+    """The shape of a mapping's joined tensor; None unless the family knows its tensors' shapes."""
+    if spec.family.own:
+        return None
     parts = [spec.family.hf_shape(hf_name, spec) for hf_name in mapping.hf]
     if any(shape is None for shape in parts):
-        return _shapes(spec)[name]
+        return None
     empty = [torch.empty(shape, device="meta") for shape in parts if shape is not None]
     return tuple(mapping.form.join(empty, spec).shape)
 
@@ -244,7 +247,7 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
     known = {name for mapping in spec.family.param_mappings(spec) for name in mapping.hf}
     stored = set(checkpoint.keys())
     # experts that are stored together
-    known |= {stacked_part(name)[0] for name in known} | {fused_name(name)[0] for name in known - stored}
+    known |= {whole for name in known - stored for whole in (stacked_part(name)[0], fused_name(name)[0])}
     by_megatron = {mapping.megatron: mapping.hf[0] for mapping in spec.family.mappings}
     # a family whose heads are always tied has no mapping of the head
     head = by_megatron.get("output_layer.weight", "lm_head.weight")
