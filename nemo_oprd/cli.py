@@ -1,10 +1,10 @@
 """The command line: a table of the commands. Each command's options and work are in the module that the table names.
 
     nemo-oprd toy --output DIR                                    a small model pair and its prompts
-    torchrun ... -m nemo_oprd train --config-name NAME [k=v]      on several GPUs, as all that run models
+    torchrun ... -m nemo_oprd train --config-name NAME [k=v]      training on several GPUs
 
-Commands stand in `commands/`, or with what they need in `tools/` and `integrations/`, which training never imports. A
-command is an entry of `COMMANDS`, and a module with
+Commands are modules in `commands/`, or beside their helpers in `tools/` and `integrations/`, which training never
+imports. A command has an entry in `COMMANDS`, and its module has
 
     add_arguments(parser)          its options
     run(options) -> int | None     what it does; the exit code, 0 if None (`runtime/exits.py` has the others)
@@ -104,9 +104,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None, *, alone: bool | None = None) -> None:
-    """Runs the command line `arguments` (None: that of this process), and exits with a nonzero code on failure.
+    """Runs the command line `arguments` (None: those of this process), and exits with a nonzero code on failure.
 
-    `alone` is passed to `run_as_command`; by default it is true if the command line is that of this process.
+    `alone` is passed to `run_as_command`; None: true if `arguments` is None.
     """
     options = make_parser().parse_args(arguments)
 

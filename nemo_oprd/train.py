@@ -99,12 +99,12 @@ def accumulate_gradients(
     keep: bool = False,
     whole_gradients: bool = False,
 ) -> StepResult:
-    """Accumulates the gradient of one batch, group by group of microbatches; returns its result with the metrics.
+    """Accumulates a batch's gradient over its groups of microbatches; returns metrics and what later updates reuse.
 
     Args:
         kept: the results of an earlier update on the same rollouts.
         keep: whether another update on the same rollouts follows.
-        whole_gradients: every student rank ends up with complete gradients, also under the distributed optimizer.
+        whole_gradients: every student rank ends up with complete gradients, even under the distributed optimizer.
     """
     timer, later = timer or PhaseTimer(), KeptResults()
     accumulation = distiller.start(batch, kept.sampled_logprobs, whole_gradients=whole_gradients)

@@ -24,12 +24,12 @@ class Layout:
     """The parallel sizes of a role on `tensor * context * data * pipeline` consecutive ranks from `first_rank` on.
 
     `virtual_pipeline` is the number of model chunks per pipeline rank, `sequence` switches sequence parallelism on.
-    `first_stage_layers` and `last_stage_layers` are the layers of the first and of the last pipeline rank; None: equal
-    or balanced ones.
+    `first_stage_layers` and `last_stage_layers` are the numbers of layers on the first and on the last pipeline rank;
+    None: `layers_per_stage` chooses them.
 
-    Experts are split over the `tensor * context * data` ranks of a pipeline rank in another way: every expert over
-    `expert_tensor` ranks, the experts of a layer over `expert` such groups, and what remains holds copies. Order of
-    ranks, fastest first: expert tensor, expert, copy. `dispatcher` is how tokens travel to their experts.
+    Experts are split over the `tensor * context * data` ranks of a pipeline stage in another way: every expert over
+    `expert_tensor` ranks, the experts of a layer over `expert` such groups, and the remaining ranks hold copies. Order
+    of ranks, fastest first: expert tensor, expert, copy. `dispatcher` is the method that sends tokens to experts.
     """
 
     tensor: int = 1
@@ -76,9 +76,9 @@ class Layout:
     def layers_per_stage(self, num_layers: int) -> list[int]:
         """Number of layers on each pipeline rank.
 
-        If the number of layers is not divisible, the inner stages get equal counts, because Megatron supports no other
-        split; the first and the last stage divide the remaining layers. The last stage, which also holds the head, gets
-        the smaller part.
+        Stages without a given number get equal ones. If neither end has a number and the layers are not divisible, only
+        the inner stages get equal numbers, because Megatron supports no other split; the first and the last stage
+        divide the remaining layers, and the last stage, which also holds the head, gets the smaller part.
 
         Raises:
             ValueError: the layers cannot be split over the stages.

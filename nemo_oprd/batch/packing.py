@@ -54,7 +54,7 @@ class Pack:
 
     `lengths[j]` is the number of tokens of the j-th sequence that are computed; `offsets[j]` and `padded[j]` are the
     start and the padded length of the sequence in the whole pack. `widest` is the number of tokens of the largest pack
-    with the same number, over all data-parallel ranks.
+    of all data-parallel ranks for the same microbatch.
     """
 
     sequences: tuple[int, ...]
@@ -82,7 +82,7 @@ class Pack:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of this microbatch on the rank that has most of them, of all ranks of a pipeline stage."""
+        """The largest number of tokens that a rank of a pipeline stage holds of this microbatch, padding included."""
         return self.widest // _parts(self.layout)
 
     @property
@@ -108,7 +108,7 @@ def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[li
     """All microbatches of a step: `packs[d]` are those of data-parallel rank d. Sequences of length 0 are omitted.
 
     Every rank gets the same number of microbatches; with an interleaved schedule the number is a multiple of the
-    pipeline size, because Megatron's schedule rejects an incomplete last group. Empty packs fill up the number.
+    pipeline size, because Megatron's schedule rejects an incomplete last group. Empty packs make up the difference.
     """
     parts = partition_by_length(lengths, layout.data)
     groups = [fill_microbatches(part, lengths, token_budget) for part in parts]
@@ -122,5 +122,5 @@ def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[li
 
 
 def _parts(layout: Layout) -> int:
-    """The number of equal parts of a pack that ranks hold."""
+    """The number of equal parts into which the context and tensor ranks split a pack."""
     return layout.context * (layout.tensor if layout.sequence else 1)

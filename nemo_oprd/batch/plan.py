@@ -27,7 +27,7 @@ class LocalRows:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Places of the sequences of a plan; int64 arrays with one entry per response of the batch."""
+    """Places of the sequences of a plan; int64 arrays, indexed by the response's number in the batch."""
 
     data: np.ndarray
     microbatch: np.ndarray
@@ -115,7 +115,7 @@ class BatchPlan:
     def with_rows(self, table: TokenTable) -> BatchPlan:
         """The plan of other rows in the same packed sequences, without sequence parallelism.
 
-        The indices of these rows count in hidden states that are whole on every tensor rank.
+        Their indices refer to hidden states that are whole on every tensor rank.
         """
         layout = replace(self.layout, sequence=False)
         packs = [[replace(pack, layout=layout) for pack in part] for part in self.packs]
@@ -199,7 +199,7 @@ class BatchPlan:
         return places.table_index, places.tensor
 
     def held_microbatches(self) -> int:
-        """Pairs of a rank of one pipeline stage and a microbatch of which the rank holds rows."""
+        """The number of microbatches of which a rank holds rows, summed over the ranks of one pipeline stage."""
         layout, places = self.layout, self.places([i for packs in self.packs for pack in packs for i in pack.sequences])
         held = np.zeros((layout.data, len(self.packs[0]), layout.context, layout.tensor), dtype=bool)
         tensor = slice(None) if self.replicated else places.tensor

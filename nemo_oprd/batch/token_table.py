@@ -85,7 +85,7 @@ class TokenTable:
         return self._of_tokens([rollout.response_ids for rollout in rollouts], np.int64)
 
     def engine_logprobs(self, rollouts: list[Rollout]) -> np.ndarray:
-        """float32 [N]: the recorded log-probabilities of the same tokens; NaN where a rollout has none."""
+        """float32 [N]: log-probability of each row's token as the engine recorded it; NaN for a rollout without any."""
         return self._of_tokens([rollout.logprobs for rollout in rollouts], np.float32)
 
     def _of_tokens(self, values: Sequence[np.ndarray | None], dtype: type[np.generic]) -> np.ndarray:
@@ -110,10 +110,9 @@ class TokenTable:
 
 
 def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
-    """int64 [response tokens]: position of the teacher's hidden state for each token, in the sequence that it reads.
+    """int64 [response tokens]: position in the teacher's sequence of each token's hidden state; -1: there is none.
 
-    -1 for a token without a state of the teacher. With `shift` 1 it is the state one token earlier; for the first
-    response token, that of the prompt's last token.
+    With `shift` 1 this is the state one token earlier; for the first response token, that of the prompt's last token.
     """
     prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
     if rollout.teacher_index is None:
@@ -124,7 +123,7 @@ def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
 
 
 class _Supervised(NamedTuple):
-    """The rows of one response; int64 arrays [rows] as of `TokenTable`, `number` is `from_start`."""
+    """The rows of one response; int64 arrays [rows] as in `TokenTable`, where `number` is called `from_start`."""
 
     token: np.ndarray
     number: np.ndarray
@@ -135,7 +134,7 @@ class _Supervised(NamedTuple):
 def _supervised(rollout: Rollout, positions: str, k: int, shift: int) -> _Supervised:
     """The rows of a response for `positions` and `k` of `make_rows`.
 
-    The cost grows with the number of rows only, unless a mask or an index of the teacher's leaves tokens out.
+    The cost grows with the number of rows only, unless the rollout has a mask or a `teacher_index`.
     """
     prompt = rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids
     if rollout.response_mask is None and rollout.teacher_index is None and len(prompt) >= shift:

@@ -1,7 +1,7 @@
 """The objects that pass between the stages of a step, prompts -> Rollout -> TeacherTargets -> training; and spans.
 
 The classes hold data and compute nothing. A rollout's values per token are in arrays, which may be views into one large
-buffer: a step has millions of tokens, and no stage makes an object of Python for each of them.
+buffer: a step has millions of tokens, and no stage makes a Python object for each of them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 # Spans: the weights that sampled the tokens of a response, int32 [spans, 3] of (version, start, end).
 #
 # The version is the number of optimizer steps behind the weights. The tokens of a span are those from `start` on and
-# below `end`. The spans of a response follow each other without a gap, and no later one is of earlier weights.
+# below `end`. The spans of a response follow each other without a gap, and their versions never decrease.
 
 
 _NAMES = ("version", "start", "end")
 
 
 def span(version: int, tokens: int) -> np.ndarray:
-    """The spans of a response of which all tokens come from the same weights."""
+    """The spans of a response whose tokens all come from the same weights."""
     return np.array([[version, 0, tokens]], np.int32)
 
 
 def joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The spans of a response that goes on: those of its beginning, and those of its end alone."""
+    """Joins the spans of a response's first part with those of the rest, which count tokens from 0 again."""
     return np.concatenate([first, second + np.array([0, first[-1, 2], first[-1, 2]], np.int32)])
 
 
@@ -86,7 +86,7 @@ class Rollout:
     """One sampled response.
 
     The fields of `TOKEN_FIELDS` are read-only arrays [tokens]. Any sequence of numbers is accepted for them and becomes
-    such an array; an array of the right type and contiguous is not copied. Rollouts are equal if their contents are,
+    such an array; a contiguous array of the right dtype is not copied. Rollouts are equal if their contents are,
     `expert_routes` aside.
 
     `response_mask[t]` is true where response token t may be supervised (None: all tokens may). A response that was
@@ -94,13 +94,13 @@ class Rollout:
     the token budget has "length", and one that `rollout.stop_after` ended has "prefix".
 
     `logprobs[t]` is the natural logarithm of the probability that response token t had in the distribution that the
-    engine sampled from, its temperature included; None if the engine recorded none. Engines compute float32; numbers of
-    a file of rollouts are rounded to it. `weight_versions` are spans, int32 [spans, 3], see `span`; None if
-    they are not known.
+    engine sampled from, its temperature included; None if the engine recorded none. Engines compute float32; values
+    from a rollout file are rounded to float32. `weight_versions` are spans, int32 [spans, 3] of (version, start, end);
+    None if they are not known.
 
-    `expert_routes[t, i]` are the experts that token t of prompt and response visited in the i-th layer with experts of
-    the engine, int16 [tokens, layers with experts, K]; None if the engine recorded none. The last response token may be
-    missing, because an engine need not compute it.
+    `expert_routes[t, i]` are the experts that token t of prompt and response visited in the i-th of the layers that
+    have experts, int16 [tokens, layers with experts, K]; None if the engine recorded none. The last response token may
+    be missing, because an engine need not compute it.
 
     `teacher_prompt_ids` and `teacher_response_ids` are set where the teacher reads other ids than the student, because
     it has another tokenizer or another prompt. `teacher_index[t]` is then the index of the teacher's response token
@@ -156,7 +156,7 @@ class Rollout:
 
     @property
     def mask(self) -> np.ndarray:
-        """bool [response length]."""
+        """bool [response length]: which response tokens may be supervised."""
         return np.ones(len(self.response_ids), np.bool_) if self.response_mask is None else self.response_mask
 
     def as_read_by_teacher(self) -> Rollout:
@@ -166,7 +166,7 @@ class Rollout:
 
 
 def _frozen(values: np.ndarray | Sequence[float], dtype: type[np.generic], name: str) -> np.ndarray:
-    """A read-only, contiguous array [tokens] of `values`, a view of them where they are one already."""
+    """A read-only, contiguous array [tokens] of `values`; a view if they are a contiguous array of this dtype."""
     given = np.asarray(values)
     kinds = "biuf" if dtype is np.float32 else "biu"
     if given.ndim != 1 or (given.dtype.kind not in kinds and given.size):

@@ -5,9 +5,9 @@ The tensors of a layer pair are `s{i}.t{j}.teacher_mean` [Dt], `s{i}.t{j}.teache
 teacher layer j count from 1 over the whole model. A full-width bridge (R = Dt, `"full_width": true` in the manifest)
 has the student's tensors only.
 
-Loading compares everything that the files say with the run, because the loss also falls with a bridge of other models,
-layers or positions, but teaches nothing. The manifest holds the hash of the tensors: the two files are replaced one
-after the other, and a directory in which only one of them was replaced is refused.
+Loading compares everything that the files say with the run: with a bridge of other models, layers or positions the
+loss falls, too, but the student learns nothing. The manifest holds the hash of the tensors: the two files are replaced
+one after the other, and a directory in which only one of them was replaced is refused.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def describe_tensors(
 def open_bridge(
     directory: Path, *, student: ModelIdentity, teacher: ModelIdentity, layers: Sequence[int], capture: CapturePoint
 ) -> Bridge:
-    """The bridge of a run; the layer map is that of the bridge.
+    """Returns the bridge of a run, whose layer map the run uses.
 
     Tensors without a manifest were made by another program. Only their names, shapes and values can be checked, and a
     warning says so.

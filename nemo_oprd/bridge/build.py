@@ -108,7 +108,7 @@ def layer_report(
 
     Args:
         fit: the fit that goes into the artifact, with `rank` coordinates or more.
-        ridge: the fit with all coordinates, from which E(r) and the curves are computed; it may be the same.
+        ridge: the fit with all coordinates, from which E(r) and the curves are computed; it may be `fit` itself.
     """
     curve = normalized_curve(ridge).tolist()
     table = compare(ridge, statistics, baselines=baselines, seed=seed)
@@ -204,7 +204,7 @@ def _constant_cosine(fit: PairFit, statistics: PairStatistics, ranks: Sequence[i
 
 # The paper's training of the student projector (`bridge.fit=adamw`): 20 epochs of AdamW on sampled rows.
 #
-# It exists to compare the closed form (`fit.fit_ridge`) with.
+# It exists for comparison with the closed form (`fit.fit_ridge`).
 
 
 # the paper's; it does not give a batch size
@@ -291,14 +291,14 @@ def build_bridge(
     Args:
         statistics: the layer pairs that this process fits, one `PairStatistics` each, reduced over all ranks. Every
             pair belongs to one process; a process may have none.
-        rank: "auto" takes `rank.choose_rank` of the ridge fits, whatever `fit` is.
-        baselines: whether the report has the baselines of `rank.compare`.
-        gather: the values of all processes for the value of this one, such as `all_gather_object`; with one process,
-            `lambda value: [value]`. Every process calls it equally often.
+        rank: "auto" takes `choose_rank` of the ridge fits, whatever `fit` is.
+        baselines: whether the report has the baselines of `compare`.
+        gather: takes this process's value and returns the values of all processes, like `all_gather_object`; with one
+            process, `lambda value: [value]`. Every process calls it equally often.
 
     Raises:
-        ValueError: a pair cannot have the rank (this is checked before any AdamW runs), a part has no rows, or states
-            do not vary.
+        ValueError: a pair cannot have the rank (this is checked before any AdamW fit), a part has no rows, or states do
+            not vary.
     """
     ridge_fits = [fit_ridge(stats, center_student=center_student) for stats in statistics]
     curves = _union(gather({each.pair: normalized_curve(each).cpu() for each in ridge_fits}))

@@ -147,7 +147,7 @@ class PairStatistics:
             part_N: the part that each row's response belongs to (`row_sample.assign_parts`).
 
         Raises:
-            ValueError: the shapes do not fit, a value is not finite, or a row was fed before.
+            ValueError: the shapes do not fit, a value is not finite, or a row is in the sample already.
         """
         self._check(teacher_NDt, student_NDs, len(response_N))
         self.reservoir.update(teacher_NDt, student_NDs, response_N, token_N, part_N)

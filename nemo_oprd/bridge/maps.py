@@ -32,7 +32,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class CapturePoint:
-    """The hidden states that were taken: `loss.representation.position` and `loss.representation.final_norm`."""
+    """The hidden states that a bridge maps: `loss.representation.position` and `loss.representation.final_norm`."""
 
     position: str = "token"
     final_norm: bool = True
@@ -143,7 +143,7 @@ def full_width_bridge(
 
 
 def draw_projector(seed: int, student_layer: int, teacher_width: int, student_width: int) -> torch.Tensor:
-    """The initial W of a layer: float32 [Dt, Ds] from N(0, 1 / Ds), so that W h_S has about the size of h_S.
+    """The initial W of a layer: float32 [Dt, Ds] from N(0, 1 / Ds), so that W h_S has about the RMS value of h_S.
 
     The result depends on the arguments only, so it is the same on every rank and at every layout.
     """

@@ -36,9 +36,9 @@ def hash_ids(seed: int, *ids_N: np.ndarray) -> np.ndarray:
 def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> dict[int, int]:
     """Response id -> TRAIN, SELECTION or TEST, for distinct ids in any order.
 
-    Responses are ordered by a hash of (seed, id). The first `held_out` of them (rounded, at least one) are the test
-    part, the next as many are the selection part, and the rest is for training. Responses are not divided, because
-    their tokens are far from independent. The fractions are exact, because a few dozen responses may be all there is.
+    Responses are ordered by a hash of (seed, id). The first share `held_out` of them (rounded, at least one) is the
+    test part, an equal number after them the selection part, and the rest is for training. Responses are not divided,
+    because their tokens are far from independent. Sizes are exact, because there may be only a few dozen responses.
 
     Raises:
         ValueError: `held_out` is outside (0, 0.5), an id is repeated, or there are fewer than three responses.

@@ -19,7 +19,7 @@ _EPS = 1e-6  # as in transformers
 
 @contextmanager
 def exact_delta_rule(*models: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Lets delta nets of transformers' `models` compute in float64 in this context if `dtype`, their weights', is that.
+    """Replaces the rule of delta nets in transformers' `models` in this context if their weights' `dtype` is float64.
 
     Does nothing to models without delta nets and to those of other precisions.
 
@@ -56,7 +56,7 @@ def recurrence(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replaces transformers' function of whole sequences, by the definition: decay the state, correct it, read it.
+    """Computes the rule over whole sequences by its definition, in float64: decay the state, correct it, read it.
 
     query, key [B, S, H, K], value [B, S, V heads, V], g, beta [B, S, V heads] -> ([B, S, V heads, V], None).
     """

@@ -1,10 +1,10 @@
 """A transformers model that holds its decoder layers in memory one at a time, and the process that runs it.
 
-`from_pretrained` does everything as usual, also the conversion of tensors whose names or shapes differ between
+`from_pretrained` does everything as usual, including the conversion of tensors whose names or shapes differ between
 checkpoint and model, except that the layers' tensors stay in their files, and that quantised ones are dequantised as
 for training (`megatron/weights/dequantize.py`): transformers would not round them to bfloat16. Each prompt has a thread
-that runs the model's own forward. Before a layer the threads wait for each other; when all have arrived, the layer
-before it is dropped and the next one loaded. So the code assumes nothing about a layer's inputs and outputs. One thread
+that runs the model's own forward. Before a layer the threads wait for each other; when all have arrived, the previous
+layer is dropped and this one is loaded. So the code assumes nothing about a layer's inputs and outputs. One thread
 computes at a time.
 """
 
@@ -74,7 +74,7 @@ class LayerLoader:
 
 
 class _Turns:
-    """Lets one thread compute at a time, and all of them pass each layer before the next one is loaded."""
+    """Lets one thread compute at a time, and loads a layer when all threads have passed the previous one."""
 
     def __init__(self, threads: int, layered: LayerLoader) -> None:
         self.layered, self.baton, self.alive = layered, threading.Lock(), -1
@@ -151,14 +151,14 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 
 
 def _next_tokens(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    """Returns, of logits [n, V] of the last n rows, float32 [n - 1, 2]: next token's log-probability, entropy."""
+    """Returns float32 [n - 1, 2], next token's log-probability and entropy, from logits [n, V] of the last n rows."""
     logprobs = logits[:-1].log_softmax(-1)
     drawn = logprobs.gather(1, torch.tensor(ids[len(ids) - len(logprobs) :])[:, None])[:, 0]
     return torch.stack([drawn, -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)], dim=1)
 
 
 def _load(directory: Path, dtype: torch.dtype, *, head: bool) -> Any:
-    """Loads the model, with or without its head; `model.layered` is its `LayerLoader`."""
+    """Loads the model, with or without its head, except its layers, which `model.layered`, a `LayerLoader`, loads."""
     import transformers
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -289,7 +289,7 @@ def _list_of_layers(model: Any) -> str:
 
 
 def main() -> None:
-    """Runs the process that the comment above describes."""
+    """Computes the states that stdin requests; writes them and a report into FOLDER, or only the report of an error."""
     folder, asked = Path(sys.argv[1]), json.load(sys.stdin)
     try:
         states = layered_states(Path(asked["directory"]), asked["prompts"], asked["dtype"], head=asked["head"])

@@ -101,7 +101,7 @@ def canary_prompts(vocab_size: int, window: int | None, chunk: int, limit: int |
         limit: the largest number of tokens of a prompt, for models with fewer positions than window and chunk.
 
     Returns:
-        Prompts of 1 token to `max(window, chunk) + 37` tokens; the longest one is the second.
+        Prompts of 1 to max(129, `window` + 37, `chunk` + 37) tokens, at most `limit`; the second one is the longest.
 
     Raises:
         ValueError: `limit` leaves no row beyond the window.

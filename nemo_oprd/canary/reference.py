@@ -43,7 +43,7 @@ class ReferenceStates:
         before_norm: the residual stream after the last block.
         heads: if the head was requested, per prompt float32 [n, 2]: the log-probability of the next token and the
             entropy, for the last n rows that have a next token, at most `HEAD_ROWS` - 1.
-        peak_bytes: the most bytes of parameters that were in memory at a time.
+        peak_bytes: the most bytes of parameters that were in memory at one time.
         largest_layer_bytes: bytes of the largest layer's parameters.
         total_bytes: bytes of all parameters that were loaded.
     """
@@ -63,7 +63,7 @@ class ReferenceStates:
         return len(self.layers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All states by unique names; `from_tensors` reads them."""
+        """Returns all states by unique names; `from_tensors` reads them."""
         named = {f"{layer}.{i}": rows for layer, states in self.layers.items() for i, rows in enumerate(states)}
         named |= {f"embeddings.{i}": rows for i, rows in enumerate(self.embeddings)}
         named |= {f"head.{i}": rows for i, rows in enumerate(self.heads)}
@@ -130,7 +130,7 @@ def reference_states(
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of this process, without accelerators and without the network."""
+    """Returns the child's environment: that of this process, with fewer threads, no accelerators and no network."""
     threads = str(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
     here = str(Path(nemo_oprd.__file__).parents[1])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))

@@ -7,7 +7,7 @@ deviation of transformers itself in the engine's precision:
   of it or, if that is more, 3 times the worst row of transformers' float32 in the layers so far: single rows scatter.
 - bfloat16: the median row of a layer within 1.5 times the median of transformers' bfloat16 against its float32. Each
   prompt, the first rows of all prompts, the rows beyond the sliding window and each chunk have medians of their own,
-  too, because they may be too few to move the median of all. Of less than 16 rows, the median may be 4 times
+  too, because they may be too few to move the median of all. The median of fewer than 16 rows may be 4 times
   transformers' own worst row of the layer: single rows scatter, and a token may visit another expert.
 
 Shapes: T tokens of a prompt, D hidden size, N rows of all prompts.
@@ -44,7 +44,7 @@ def hint(
     Args:
         wrong: per prompt, the layer's wrong rows.
         allowed: the largest deviation of a right row.
-        window, chunk: as `verdict.prove`.
+        window, chunk: as in `prove`.
     """
     states = found[layer]
     if any(not bool(torch.isfinite(rows).all()) for rows in states):
@@ -61,7 +61,7 @@ def hint(
 
 
 def _other_state(layer: int, states: list[torch.Tensor], reference: ReferenceStates, allowed: float) -> str | None:
-    """Says which other state of transformers these states are; None if they are none."""
+    """Says which other state of transformers these states equal; None if they equal no other."""
     depth = reference.depth
     if layer == depth and _same(states, reference.before_norm, allowed):
         return "it is the state before the final norm"
@@ -252,7 +252,7 @@ class _Bound:
 
 
 def _deviations(found: list[torch.Tensor], reference: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns a tensor [T] per prompt. A row of zeros deviates by its length, one that is not finite by infinity."""
+    """Returns deviations [T] per prompt: |a| where the reference is zero, infinity where a row is not finite."""
     result = []
     for a, b in zip(found, reference, strict=True):
         norm = b.norm(dim=-1)
@@ -382,7 +382,7 @@ _COLUMNS = ("log-probability", "entropy")
 
 
 def head_rows(length: int) -> list[int]:
-    """Returns the rows that are compared of a prompt of `length` tokens, see `ReferenceStates.heads`."""
+    """Returns the rows of a prompt of `length` tokens whose head is compared, see `ReferenceStates.heads`."""
     return [*range(max(0, length - HEAD_ROWS), length - 1)]
 
 

@@ -125,7 +125,7 @@ class CommandParser(Parser):
             self.set_defaults(run=command.run)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Loads the command, then parses as argparse does. In Python 3.11 each of argparse's two passes calls this."""
+        """Loads the command; parses arguments in any order. In Python 3.11 each of argparse's two passes calls this."""
         self.load()
         if self._mixes:
             return super().parse_known_args(args, namespace)

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the server until it ends or a signal stops this process; returns 1 if the server ended by itself.
+    """Runs the server. A student's replaces this process; for a teacher's, returns 0 after a signal, else 1.
 
     Every request but /health needs a token of `--token-file`. A student's server has no weights until a run transfers
     some, and the first run that connects owns the server until that run ends. A teacher's server refuses every request
@@ -130,7 +130,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
 
 
 def _devices(tensor: int) -> tuple[str, ...] | None:
-    """Returns the CUDA devices of a server with `tensor` workers; None without CUDA."""
+    """Returns all devices in CUDA_VISIBLE_DEVICES, or the first `tensor` ones if it is unset; None without CUDA."""
     check_promise()
     import torch
 

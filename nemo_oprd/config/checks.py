@@ -13,7 +13,7 @@ from nemo_oprd.config.schema import Config, ModelSource, ParallelConfig
 from nemo_oprd.config.teacher_kinds import RECORDS, TEACHER_KINDS
 from nemo_oprd.config.weight_schedule import largest, vanishes, weight_at
 
-# the smallest `rollout.max_lag` of which both halves are at least one step
+# the smallest `rollout.max_lag` whose halves are at least one step each
 SMALLEST_STREAM_LAG = 2
 
 
@@ -59,7 +59,7 @@ def _check_no_source(model: ModelSource, why: str) -> None:
 
 
 def _check_teachers(config: Config) -> None:
-    """Raises ValueError unless every teacher has one source, and every data source has one teacher."""
+    """Raises ValueError unless every teacher has a model, and no two in a list share a data source or a name."""
     teachers = config.teachers
     if not teachers:
         if TEACHER_KINDS[config.teacher.weights].own_model:
@@ -146,7 +146,7 @@ def _check_self_distillation(config: Config) -> None:
 
 
 def _check_served_teachers(config: Config) -> None:
-    """Refuses settings without effect if vLLM servers compute a teacher, or all of them."""
+    """Refuses settings that contradict teachers on vLLM servers, or have no effect on them."""
     _check_teacher_endpoints(config)
     teacher, served = config.teacher, config.served_teachers
     if not served:
@@ -192,7 +192,7 @@ def _check_served_teachers(config: Config) -> None:
 
 
 def _check_teacher_endpoints(config: Config) -> None:
-    """Requires that external servers belong to one teacher, which they compute."""
+    """Requires that external servers belong to exactly one teacher, whose engine is vllm."""
     served, given = config.served_teachers, config.teacher.vllm.endpoints
     for i, source in enumerate(config.teachers):
         if source.endpoints and i not in served:
@@ -256,7 +256,7 @@ def _check_reuse(config: Config) -> None:
 
 
 def _check_correction(config: Config) -> None:
-    """Requires for `rollout.correction` an estimate to correct, and an engine that records its probabilities."""
+    """Requires for `rollout.correction` the loss sampled_token, and log-probabilities of an engine or a replay."""
     rollout, output = config.rollout, config.loss.output
     if rollout.correction == "off":
         return
@@ -276,7 +276,7 @@ def _check_correction(config: Config) -> None:
 
 
 def _check_router_replay(config: Config) -> None:
-    """Requires for `student.router_replay` an engine that records the experts of each token."""
+    """Requires for `student.router_replay` a replay, or an engine that records the experts of each token."""
     engine = config.rollout.engine
     without = RECORDS[engine].no_expert_routes
     if config.student.router_replay and without is not None and config.rollout.replay is None:
@@ -288,7 +288,7 @@ def _check_router_replay(config: Config) -> None:
 
 
 def _check_schedules(config: Config) -> None:
-    """Raises ValueError unless a term has a weight in every update of a run with schedules."""
+    """Raises ValueError if in some update of a run with schedules no loss term has a weight above 0."""
     representation, output = config.loss.representation, config.loss.output
     if not isinstance(representation.weight, list) and not isinstance(output.weight, list):
         return
@@ -349,7 +349,7 @@ def _check_lag(config: Config) -> None:
 
 
 def _check_stream(config: Config) -> None:
-    """Raises ValueError unless steps can take responses in the order of their completion."""
+    """Refuses settings with which steps cannot take responses in the order of their completion."""
     rollout = config.rollout
     if rollout.mode != "stream":
         return
@@ -366,7 +366,7 @@ def _check_stream(config: Config) -> None:
 
 
 def _check_segments(config: Config) -> None:
-    """Raises ValueError unless the longest response is complete when its step begins."""
+    """Raises ValueError unless segments of `segment_tokens` complete the longest response before its step."""
     rollout, (key, limit) = config.rollout, config.response_limit
     tokens = rollout.segment_tokens
     if (rollout.mode == "segments") != (tokens is not None):
@@ -408,7 +408,7 @@ def _check_bridge(config: Config) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
-    """Requires for evaluation a set to sample, and for `train.keep_best` a metric that is measured."""
+    """Requires a validation set if a run evaluates, a measured metric for `train.keep_best`, and valid set names."""
     evaluation, best = config.evaluation, config.train.keep_best
     if best is not None:
         names = config.data.sets

@@ -32,17 +32,17 @@ class Key:
 
     @property
     def is_group(self) -> bool:
-        """Returns whether it holds keys and no value of its own."""
+        """Returns whether this is a group, which holds keys and no value of its own."""
         return dataclasses.is_dataclass(self.hint)
 
     @property
     def takes_users_names(self) -> bool:
-        """Returns whether its value is a group with names of the user's choice."""
+        """Returns whether the key's value is a group with names of the user's choice."""
         return typing.get_origin(self.hint) is dict
 
     @property
     def names_files(self) -> bool:
-        """Returns whether its texts are paths, so that different texts may name the same file."""
+        """Returns whether the key's values are paths, so that two different values may name one file."""
         return NAMES_A_FILE in _parts(self.hint)
 
     @property
@@ -63,7 +63,7 @@ class Key:
 
 @cache
 def keys(root: type) -> tuple[Key, ...]:
-    """Returns every key of a schema, groups and the keys of groups in a list included, in its order."""
+    """Returns every key of a schema in its order, including groups and the keys of groups in lists."""
     return tuple(_keys(root, "", None))
 
 
@@ -103,7 +103,7 @@ def _without_rule(hint: Any) -> tuple[Any, Rule | None]:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """Yields a type's arguments, and theirs."""
+    """Yields the arguments of a type, at every depth."""
     for each in typing.get_args(hint):
         yield each
         yield from _parts(each)
@@ -111,7 +111,7 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 @cache
 def _docstrings(group: type) -> dict[str, str]:
-    """Returns field -> the string below it; a field that a subclass declares again keeps that of its base.
+    """Returns field -> the string below it, or below the base class's field if a subclass redeclares it without one.
 
     Pydantic's `use_attribute_docstrings` gives no docstrings of inherited fields.
     """

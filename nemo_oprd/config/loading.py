@@ -229,7 +229,7 @@ def _check_number(key: str, merged: Any) -> None:
 
 
 def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
-    """Replaces the file's model by that of the command line, also if the file has the other kind of source."""
+    """Sets the file's `checkpoint` to null if the command line sets `hf_path` alone, and the reverse."""
     for role in ("student", "teacher"):
         for given, other in (("hf_path", "checkpoint"), ("checkpoint", "hf_path")):
             named = f"{role}.{given}" in overridden and merged[role][given] is not None

@@ -14,17 +14,17 @@ TARGET_SHARE = 0.25
 # for what decoding needs besides: activations of the prompts, logits in float64 and their sorted copies, and the copies
 # of one layer's keys and values when finished sequences leave.
 CACHE_SHARE = 0.7
-# The queries of each sequence whose scores are in memory at a time where the products of attention are bounded.
+# The queries of each sequence whose scores are in memory at a time in attention with soft-capped scores.
 CAPPED_QUERIES = 512
 # The tokens of a forward pass of the in-process engine where it has no cache, with `rollout.max_cache_tokens=auto`.
 UNCACHED_TOKENS = 16384
 
 
 def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int:
-    """Returns the bytes per token in caches that grow with the sequence, in all layers of one of `tensor` ranks.
+    """Returns the bytes per token on one of `tensor` ranks, in all layers' caches that grow with the sequence.
 
-    That is keys and values; of latent attention the narrow state and the rotated channels, which every rank has. Layers
-    with a sliding window or a delta net are in `state_bytes`.
+    They hold keys and values, or for latent attention the narrow state and the rotated channels, which every rank has.
+    `state_bytes` counts layers with a sliding window or a delta net.
     """
     growing = sum(not bounded for bounded in _bounded(spec))
     if spec.latent is not None:
@@ -35,8 +35,8 @@ def cache_bytes_per_token(spec: ModelSpec, tensor: int, value_bytes: int) -> int
 def state_bytes(spec: ModelSpec, tensor: int, value_bytes: int, length: int) -> int:
     """Returns the bytes of a sequence of `length` tokens in caches of fixed size on one of `tensor` tensor ranks.
 
-    That is the keys and values of sliding windows, and of delta nets the state in float32 and the tokens that the
-    convolution sees.
+    They hold the keys and values of sliding windows, and for delta nets the state in float32 and the last inputs of
+    the convolution.
     """
     windows, nets = sum(spec.windowed), 0 if spec.delta is None else sum(spec.delta.layers)
     found = 0

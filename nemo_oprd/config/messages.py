@@ -162,7 +162,7 @@ def takes(root: type, key: str) -> tuple[bool, bool, bool]:
 class _Location(NamedTuple):
     """The place of an error: the key, its type, and the given value.
 
-    `specific` is False if the value is none of several alternatives, and the error is about one alternative only.
+    `specific` is False if the value fits none of several alternatives, and the error is about one alternative only.
     """
 
     key: str
@@ -244,7 +244,7 @@ def _unknown_key(root: type, key: str, where: str) -> str:
 
 
 def _meant(key: str, known: list[str]) -> list[str]:
-    """Returns similar keys: by the last part of the name, then by spelling; at most three, maybe none."""
+    """Returns at most three likely keys: by `USUAL_NAMES`, else by spelling or the last part of the name."""
     group, _, name = key.replace("-", "_").rpartition(".")
     usual = USUAL_NAMES.get(name, "")
     of_teacher = usual.replace("student.", "teacher.", 1) if group.startswith("teacher") else usual
@@ -264,7 +264,7 @@ def _refuse_object(value: Any) -> Any:
 
 
 def _options(hint: Any) -> list[Any]:
-    """Returns the alternatives of a type; lists without the checks around them."""
+    """Returns the alternatives of a union, or the type itself; `Annotated` around a list is removed."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [option for each in typing.get_args(hint) for option in _options(each)]
     if typing.get_origin(hint) is Annotated and typing.get_origin(typing.get_args(hint)[0]) is list:
@@ -273,7 +273,7 @@ def _options(hint: Any) -> list[Any]:
 
 
 def _range(hint: Any) -> tuple[Any, str]:
-    """Returns the type under a range, and the range in words; "" without a range."""
+    """Returns the type inside `Annotated`, and the description of its range; "" without a range."""
     plain, *metadata = typing.get_args(hint) or (hint,)
     return plain, next((each.description for each in metadata if getattr(each, "description", None)), "")
 

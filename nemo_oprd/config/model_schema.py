@@ -169,7 +169,7 @@ class StudentConfig(ModelConfig):
 
 @dataclass(config=STRICT)
 class TeacherConfig(ModelConfig):
-    """The model that the student learns from; its other keys hold for all of several teachers."""
+    """The model that the student learns from. With `teachers`, the keys besides the model hold for each of them."""
 
     engine: Learned[TeacherEngine] = "megatron"
     """who computes its states: Megatron in this job, or vLLM servers, which run any family that vLLM has

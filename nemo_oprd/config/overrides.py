@@ -17,7 +17,7 @@ _OPENING = {"[": "]", "{": "}", "(": ")"}
 
 
 def key_of(text: str) -> str:
-    """Returns the key of KEY=VALUE, without Hydra's `+` and `++`, which have no effect here. Raises ValueError."""
+    """Returns the key of KEY=VALUE without Hydra's `+`, which has no effect here. Raises ValueError for other texts."""
     if text.startswith("~"):
         raise ValueError(
             f"command line: {text!r} deletes a key, and every key has a value here; expected KEY=VALUE: give another "
@@ -42,7 +42,7 @@ def key_of(text: str) -> str:
 
 
 def parse(text: str, *, may_be_text: bool, may_be_list: bool, may_be_group: bool = False) -> Override:
-    """Parses KEY=VALUE to Hydra's form; the flags are the kinds of values that the key takes.
+    """Parses KEY=VALUE to Hydra's form; the flags say which kinds of values the key takes.
 
     Raises:
         ValueError: the value is not in the grammar, or is several values.
@@ -113,7 +113,7 @@ def as_overrides(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _literal(value: Any) -> str:
-    """Formats a value in Hydra's syntax. Launchers leave true, false and null on their command line as text."""
+    """Formats a value in Hydra's syntax. Launchers pass true, false and null as text, so these get no quotes."""
     if isinstance(value, str) and value.lower() not in ("true", "false", "null"):
         return quoted(value)
     if isinstance(value, (list, tuple)):

@@ -53,7 +53,7 @@ def value_name(value: Any) -> str:
 
 
 def meaning(key: Key, known: Collection[str]) -> str:
-    """Returns a key's meaning, with links to pages; keys of several teachers mostly share those of one teacher."""
+    """Returns a key's meaning, with links to pages; a key of `teachers` that `teacher` has, too, refers to that."""
     same = key.name.replace("teachers.", "teacher.")
     if key.name.startswith("teachers.") and same in known:
         return f"as `{same}`"

@@ -27,7 +27,7 @@ _SHOWN = 100  # characters of a value in a message
 class Change:
     """A key with a changed value: both values as texts, and the rule of the change.
 
-    The key is dotted; one of several teachers has its number, e.g. "teachers.0.weight".
+    The key is dotted; a key of `teachers` has the teacher's number in it, e.g. "teachers.0.weight".
     """
 
     key: str
@@ -48,7 +48,7 @@ def rule_of(key: str) -> Rule:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str = "") -> list[Change]:
-    """Returns the differences of two complete configurations (as in config.yaml), in the order of the schema.
+    """Returns the differences between two complete configurations (as in config.yaml), in the order of the schema.
 
     A key that `before` lacks had its default: a later version added it. `train.allow_changes` is left out: it permits
     changes of one start, and is no property of the run.
@@ -74,7 +74,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], started_in: str
 
 
 def _default(field: Field) -> Any:
-    """Returns the default of a dataclass's field, also from a factory."""
+    """Returns the default of a dataclass's field, even if a factory makes it."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 

@@ -1,4 +1,4 @@
-"""The keys of `rollout`, for sampling from the student, and of vLLM servers for student or teacher; see `schema.py`."""
+"""The keys of `rollout`, for sampling from the student, and of vLLM servers for student or teacher."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_flags(flags: Sequence[str | int | float]) -> None:
     """Raises ValueError for flags that would give other users access, or show them a secret.
 
     vLLM takes `_` for `-`, every unambiguous beginning of a flag for the flag, and what follows `=`, `.` or `+` for a
-    part of its value; this function also refuses beginnings that vLLM itself refuses.
+    part of its value. This function also refuses ambiguous beginnings, which vLLM itself would refuse.
     """
     for flag in map(str, flags):
         name = re.split(r"[=.+]", flag, maxsplit=1)[0].replace("_", "-")
@@ -210,13 +210,13 @@ class RolloutConfig:
 
     @property
     def tokens_per_segment(self) -> int:
-        """Returns `segment_tokens` with `mode=segments`."""
+        """Returns `segment_tokens`, which `mode=segments` requires and no other mode has."""
         assert self.segment_tokens is not None
         return self.segment_tokens
 
     @property
     def ahead(self) -> int:
-        """Returns the number of steps between sampling and the step that takes the oldest responses."""
+        """Returns how many steps before its own step, at most, the sampling of a response begins."""
         return self.max_lag // 2 if self.mode == "stream" else self.max_lag
 
     @property

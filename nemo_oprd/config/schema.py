@@ -90,7 +90,7 @@ class BridgeConfig:
 
 @dataclass(config=STRICT)
 class AlignmentConfig:
-    """The choice of the teacher's hidden state for each one of the student, if the teacher reads text.
+    """The alignment of the student's tokens with the teacher's, if the teacher reads text.
 
     The partner of a student's token is the last token of the teacher that ends at or before the end of the student's
     token.
@@ -256,7 +256,7 @@ class EvaluationConfig:
 
 @dataclass(config=STRICT)
 class LoggingConfig:
-    """Metrics besides those of metrics.jsonl and the progress line, and where they go."""
+    """Metrics: where they go besides metrics.jsonl, and measurements that are not made in every step."""
 
     tensorboard: bool = True
     """write TensorBoard files"""
@@ -298,7 +298,7 @@ class LoggingConfig:
     """
 
     def keeps_token_metrics(self, step: int | None, steps: int) -> bool:
-        """Returns whether values per token are kept in the update after `step` others of a run of `steps` updates."""
+        """Returns whether the update after `step` others, of `steps` in all, keeps values per token; False for None."""
         return step is not None and (step == 0 or (step + 1) % self.every == 0 or step + 1 == steps)
 
 
@@ -444,11 +444,11 @@ __all__ = [
 
 @frozen_dataclass(frozen=True)
 class OwnConversation:
-    """Settings of a teacher's conversation that differ from the student's, by the keys with these names.
+    """The settings of the conversation that a teacher reads, from the keys with these names.
 
     Attributes:
-        chat_template_args: all variables of its template, those of `data` included.
-        is_set: whether any of the keys is set for this teacher.
+        chat_template_args: all variables of the teacher's chat template, those of `data` included.
+        is_set: whether `teacher` or the teacher's entry in `teachers` sets any of the three keys.
     """
 
     system_prompt: str | None
@@ -459,7 +459,7 @@ class OwnConversation:
 
 @dataclass(config=STRICT)
 class Config:
-    """A complete run."""
+    """The configuration of a run."""
 
     output: Free[FilePath] = "runs/run"
     """directory of the run"""
@@ -505,7 +505,7 @@ class Config:
         return chosen
 
     def conversation_of(self, number: int) -> OwnConversation:
-        """Returns the keys of teacher `number`'s conversation: its own, or those of `teacher`."""
+        """Returns teacher `number`'s settings: its own keys, else those of `teacher`; template variables are merged."""
         shared, own = self.teacher, self.teacher_sources[number]
         system_prompt = own.system_prompt if own.system_prompt is not None else shared.system_prompt
         chat_template = own.chat_template or shared.chat_template
@@ -525,12 +525,12 @@ class Config:
         return [number for number in range(len(self.teacher_sources)) if self.has_own_prompt(number)]
 
     def is_served(self, source: TeacherSource) -> bool:
-        """Returns whether vLLM servers compute this teacher."""
+        """Returns whether vLLM servers compute this teacher's states."""
         return SERVED[source.engine or self.teacher.engine]
 
     @property
     def served_teachers(self) -> list[int]:
-        """Returns the numbers of the teachers that vLLM servers compute."""
+        """Returns the numbers (from 0) of the teachers whose states vLLM servers compute."""
         return [number for number, source in enumerate(self.teacher_sources) if self.is_served(source)]
 
     @property
@@ -540,12 +540,12 @@ class Config:
 
     @property
     def has_own_teachers(self) -> bool:
-        """Returns whether ranks of this job compute a teacher."""
+        """Returns whether ranks of this job compute the states of any teacher."""
         return len(self.served_teachers) < len(self.teacher_sources)
 
     @property
     def teacher_server_share(self) -> float:
-        """Returns the fraction of a GPU's memory for one teacher's server; `auto` is divided among those of a GPU."""
+        """Returns the fraction of a GPU's memory for one teacher's server; colocated teachers divide that of `auto`."""
         settings = self.teacher.vllm
         if settings.gpu_memory_utilization != "auto" or settings.placement == "dedicated":
             return settings.memory_share

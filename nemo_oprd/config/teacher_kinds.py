@@ -1,6 +1,6 @@
 """Tables of the kinds of teachers (`teacher.weights`, `teacher.engine`) and of the data that rollout engines record.
 
-`run/models.py` builds the teachers. No other module compares the values of the two keys.
+`run/models.py` builds the teachers. The code of a run compares the values of the two keys nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EngineName = Literal["megatron", "vllm"]
 
 @dataclass(frozen=True)
 class Records:
-    """Reasons, as clauses, why an engine does not record data of a response besides its ids; None: it records them."""
+    """Data of a response besides its ids: None if the engine records them, else a clause that says why not."""
 
     no_logprobs: str | None = None
     no_expert_routes: str | None = None  # the experts that tokens visit

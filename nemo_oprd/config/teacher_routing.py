@@ -31,8 +31,8 @@ class Routing:
         """Checks the data sources that occur in a file of prompts or rollouts; messages name it `where`.
 
         Raises:
-            ValueError: a data source has no teacher, or with `all_used` a teacher has no prompt of one that it names,
-                or of any other.
+            ValueError: a data source has no teacher; or, with `all_used`, a data source that a teacher names does not
+                occur, or none is left for the teacher of all others.
         """
         known = sorted(set(data_sources), key=str)
         try:

@@ -16,7 +16,7 @@ Rule = Literal["free", "learned", "fixed"]
 
 @dataclass(frozen=True)
 class Resume:
-    """The rule for a resumed run, on a key, or on a group for those of its keys that have none."""
+    """The rule for resumed runs; annotates a key, or a group for those of its keys without a rule of their own."""
 
     rule: Rule
 
@@ -65,7 +65,7 @@ Share = Annotated[float, Field(gt=0, lt=1, description="a number in (0, 1); choo
 # the decay of an exponential moving average: at 1 the average would never change
 Decay = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1); choose e.g. 0.9 or 0.999")]
 Fraction = Annotated[float, Field(ge=0, le=1, description="a number in [0, 1]; choose one")]
-# a part of the responses that is set aside twice
+# a part of the responses that is set aside, once for testing and once for choosing the rank
 HeldOut = Annotated[float, Field(gt=0, lt=0.5, description="a number in (0, 0.5); choose e.g. 0.1")]
 # a part of the training prompts that becomes a validation set
 SetAside = Annotated[float, Field(ge=0, lt=0.5, description="a number in [0, 0.5); choose e.g. 0.02, or 0 for none")]

@@ -65,7 +65,7 @@ def weight_at(weight: Weight, step: int) -> float:
 
 
 def largest(weight: Weight) -> float:
-    """Returns the largest weight that a term has in any step."""
+    """Returns the largest weight in a schedule, starts of stages included; no step has more."""
     return max(max(stage.weight, stage.start or 0.0) for stage in weight) if isinstance(weight, list) else weight
 
 

@@ -1,8 +1,8 @@
 """Reads the YAML files of a configuration before Hydra composes them: lists the files and checks their contents.
 
 A file names others in its list `defaults`. Hydra follows a circle of them, and OmegaConf copies what an alias stands
-for, until memory or Python's stack ends; so this module first detects both, in the nodes of YAML's parser, where an
-alias costs nothing.
+for, until memory or Python's stack ends. So this module first looks for circles, and counts values in the nodes of
+YAML's parser, where an alias costs nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _chosen(
 
 
 def checked_text(path: Path) -> str:
-    """Returns the text of a file; "" if it is no YAML. Raises ValueError if reading it would take long or never end."""
+    """Returns a file's text, "" for broken YAML with `&` or `defaults`. Raises ValueError if too large or endless."""
     import yaml
 
     if path.stat().st_size > MOST_BYTES:

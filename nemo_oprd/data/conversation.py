@@ -70,19 +70,19 @@ def read_conversation(row: Mapping[str, Any], where: str) -> tuple[tuple[Message
 
 
 def unread(where: str, name: str, value: Any, fix: str) -> ValueError:
-    """Returns the error of a row with content in a column that is not read."""
+    """Makes the error for content in field `name`, which this module does not read; `fix` ends the message."""
     return ValueError(
         f"{where}: {name} is {_shown(value)}, which would be left out of the prompt; expected none: {fix}"
     )
 
 
 def refused(where: str, value: Any, expected: str) -> ValueError:
-    """Returns the error of an unexpected value."""
+    """Makes the error for an unexpected value."""
     return ValueError(f"{where} is {_shown(value)}, expected {expected}")
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes the null keys in the conversation and the tools of a parquet row; returns the row.
+    """Returns a parquet row without the null keys in its conversation and its tools.
 
     Parquet unites the structs of all rows, so an absent key comes back as null. A message's `content` is kept:
     templates tell null from an absent key there.
@@ -95,7 +95,7 @@ def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pruned(value: Any, keep: str | None = None) -> Any:
-    """Returns `value` without null values of objects; `keep`: a key that stays in the objects of the outermost list."""
+    """Returns `value` without the null keys of its objects, at any depth; the outermost objects keep key `keep`."""
     if isinstance(value, dict):
         return {name: _pruned(each) for name, each in value.items() if each is not None or name == keep}
     if isinstance(value, list):
@@ -104,10 +104,10 @@ def _pruned(value: Any, keep: str | None = None) -> Any:
 
 
 def fields_beside_text(messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> str:
-    """Returns the data that distinguish a conversation from others with the same texts, as JSON; "" for a usual one.
+    """Returns a conversation's roles, tools and fields other than text as JSON; "" for a usual conversation.
 
-    A usual one has only roles and texts: of the user and the assistant in turn, the user's last, where an even number
-    of messages begins with the system's.
+    A usual conversation has no tools and no such fields. User and assistant take turns, and the user is last; an even
+    number of messages begins with the system's.
     """
     count = len(messages)
     usual = ["user" if (count - i) % 2 else "assistant" for i in range(count)]
@@ -137,10 +137,10 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def _conversation_in_text(text: str, where: str) -> Any:
-    """Returns the messages that a text holds as JSON, or the text as the user's only message.
+    """Returns the messages that a text holds in JSON or Python's notation, or the text as the user's only message.
 
     Raises:
-        ValueError: the text is JSON, or Python's notation, of objects that are no messages.
+        ValueError: the text holds objects that are no messages, or messages in neither notation.
     """
     if _OBJECTS.match(text):
         found = _literal(text)

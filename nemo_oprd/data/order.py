@@ -1,4 +1,4 @@
-"""Computes the order in which training visits prompts, a pure function of (seed, position), also for weighted files.
+"""Computes the order in which training visits prompts, a pure function of (seed, position), even for weighted files.
 
 There is no iterator whose state a checkpoint would have to save: a run that resumes at a position sees the prompts that
 an uninterrupted run would have seen, for any sizes of its requests.
@@ -40,8 +40,8 @@ def prompt_order(num_prompts: int, seed: int, start: int, count: int, stream: in
 
 
 def _permutation(size: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """int64 [size]. Sorts raw draws of the bit generator: numpy guarantees the same raw draws in all its versions,
-    unlike the methods of `Generator`, and a run may resume in another environment. The stable sort settles ties."""
+    """Returns int64 [size], the order that sorts raw draws of the bit generator. Every version of numpy makes equal
+    raw draws, unlike `Generator`'s methods, and a run may resume in another environment. A stable sort settles ties."""
     key = [seed, epoch, stream] if stream else [seed, epoch]
     draws = np.random.Generator(np.random.PCG64(key)).bit_generator.random_raw(size)
     return np.argsort(draws, kind="stable")

@@ -25,10 +25,10 @@ from nemo_oprd.data.text import SuffixCounts, identity, normalize, share_of, wit
 # are found by their whole text only.
 
 
-# As in the decontamination of GPT-3: 13 words; a sequence in more than 10 places of the training data is ignored.
+# As in the decontamination of GPT-3: 13 words; a sequence in more than 10 training prompts is ignored.
 SEQUENCE_WORDS, COMMON_IN = 13, 10
-# Of DAPO-Math-17k and AMC 2023, half the sequences separated the same problems in other typesetting (0.5 to 1) from
-# different problems of one kind (nearly all below 0.1).
+# In DAPO-Math-17k and AMC 2023, this threshold separates problems that differ in typesetting alone (shares of 0.5 to 1)
+# from different problems of one kind (nearly all below 0.1).
 CONTAINED_SHARE = 0.5
 
 Sequence13 = tuple[str, ...]
@@ -36,12 +36,12 @@ Sequence13 = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Overlap:
-    """A validation problem and the training prompt with the largest share of it.
+    """A validation problem, and a training prompt that has its text or a share of its sequences of words.
 
     Attributes:
         problem: index in the validation set.
         training: index in the training prompts.
-        share: of the problem's sequences of words that the training prompt has; 1 if the texts are the same.
+        share: fraction of the problem's sequences that the training prompt has; 1 if the texts are the same.
         same_text: whether the texts are the same in normal form.
     """
 
@@ -59,8 +59,8 @@ class Texts:
     """The texts of one file in the forms that are compared.
 
     Attributes:
-        forms: per prompt, the normal forms of its problem, with and without the file's instructions, and the other
-            fields that the chat template reads.
+        forms: per prompt, the normal forms of its problem, with and without the file's instructions, each followed by
+            the other fields that the chat template reads.
         words: per prompt, the words of its problem without the instructions.
     """
 
@@ -86,9 +86,9 @@ class TrainingTexts:
                 self.by_form[form].append(index)
 
     def overlaps(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Overlap]]:
-        """Returns per validation set its problems that share any sequence with a training prompt, in order.
+        """Returns per validation set its problems that share their text or a sequence with a training prompt, in order.
 
-        A problem that several training prompts contain occurs once for each of them.
+        A problem occurs once for each training prompt that contains it, or once, for the largest share, if none does.
         """
         texts = {name: Texts(prompts) for name, prompts in sets.items()}
         wanted = {sequence for each in texts.values() for words in each.words for sequence in _sequences(words)}
@@ -137,7 +137,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The settings: the keys of `data` with these names; each of `weighted` files needs a prompt."""
+    """The keys of `data` with these names, and the training files; if they are `weighted`, each needs a prompt."""
 
     files: tuple[str, ...]
     weighted: bool = False
@@ -151,7 +151,7 @@ class Preparation:
 class PreparedPrompts:
     """The training prompts, per file and in file order, and the held-out problems, in the order of their hashes.
 
-    The order of the held-out problems does not depend on the files, so `evaluation.limit` takes the same ones.
+    The order of the held-out problems does not depend on the files, so `evaluation.limit` always takes the same ones.
     """
 
     files: list[list[Prompt]]
@@ -162,7 +162,7 @@ def prepare(settings: Preparation, report: DataReport) -> PreparedPrompts:
     """Reads the files, adds the suffix, sets the held-out part aside, and counts or drops duplicates.
 
     Raises:
-        ValueError: a file cannot be read, or nothing is held out, or nothing else remains of a file.
+        ValueError: a file cannot be read, no problem is held out, or no prompt of a weighted or of all files remains.
     """
     loaded = [load_prompts(file) for file in settings.files]
     report.content["files"] = [
@@ -259,7 +259,7 @@ def decontaminate(
     """Compares the training prompts with the validation sets and applies `data.contamination`; returns the prompts.
 
     Raises:
-        ValueError: problems are contained and `data.contamination=refuse`, or nothing remains of a file.
+        ValueError: problems are contained and `data.contamination=refuse`, or no prompt remains, as in `prepare`.
     """
     if not sets:
         return prepared

@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def asked(self) -> int:
-        """Returns the index of the message with the problem: the last one, or the user's before results of calls."""
+        """Returns the index of the message with the problem: the last, or the user's last before results of calls."""
         last = len(self.messages) - 1
         if self.messages[last]["role"] not in TOOL_ROLES:
             return last
@@ -61,11 +61,11 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """Returns the problem: the last message's content, or that of the user's last one before results of calls."""
+        """Returns the problem: the content of message `asked`."""
         return str(self.messages[self.asked]["content"])
 
     def with_text(self, text: str) -> tuple[Message, ...]:
-        """Returns the conversation with another problem."""
+        """Returns the conversation with `text` in place of the problem."""
         at = self.asked
         return (*self.messages[:at], {**self.messages[at], "content": text}, *self.messages[at + 1 :])
 
@@ -128,7 +128,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (where, row); reads only columns that may be needed, and of image columns only enough to detect images."""
+    """Yields (where, row) with the known columns; raises ValueError if a column in `UNREAD` has content."""
     import pyarrow as pa  # imported only for parquet files, because the import takes some 100 ms
     import pyarrow.parquet as pq
 
@@ -146,9 +146,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_unread(path: Path, file: Any, names: list[str]) -> None:
-    """Raises ValueError if a column that is not read has content in a row; null and empty lists are none.
+    """Raises ValueError if a row has content in one of the columns `names`: a value not in `NO_CONTENT`.
 
-    Batch by batch: a column of images may not fit into memory.
+    Reads batch by batch, because a column of images may not fit into memory.
     """
     for name in names:
         before = 0
@@ -206,7 +206,7 @@ def _subject_of_math(identity: Any) -> str | None:
 
 
 def _answer(row: dict[str, Any]) -> str | None:
-    """Returns the reference answer; None if there is none, or no text or number: training needs none."""
+    """Returns the reference answer; None if it is missing, or neither text nor a number. Training needs no answers."""
     reward = row.get("reward_model")
     for value in (reward.get("ground_truth") if isinstance(reward, dict) else None, row.get("answer")):
         if isinstance(value, str | int | float) and not isinstance(value, bool) and value == value:  # nan is no number

@@ -18,7 +18,7 @@ TOOLS = "tools"
 
 
 class Asked(Protocol):
-    """A protocol: a prompt or a request."""
+    """A prompt or a request: its fields that a chat template reads."""
 
     @property
     def messages(self) -> tuple[Message, ...]: ...
@@ -41,10 +41,9 @@ def unread_fields(tokenizer: Tokenizer, asked: Sequence[Asked]) -> dict[str, int
 
 
 def template_notes(tokenizer: Tokenizer, asked: Sequence[Asked], source: str, reader: str) -> list[str]:
-    """Returns lines about the fields of `source`'s prompts that the template of `reader` does not read, and the date.
+    """Returns log lines about fields that the chat template does not read, and about a template that writes the date.
 
-    Raises:
-        ValueError: as `unread_fields`.
+    `source` and `reader` name the prompts and the model in the lines. Raises ValueError as `unread_fields`.
     """
     lines = []
     left_out = [f"{name} (of {count:,})" for name, count in unread_fields(tokenizer, asked).items()]
@@ -83,7 +82,7 @@ def _fields(asked: Asked) -> list[str]:
 
 
 def _is_read(tokenizer: Tokenizer, name: str, having: Sequence[Asked]) -> bool:
-    """Returns whether any of the conversations `having` the field is rendered differently without it."""
+    """Returns whether the template renders any of at most `TRIED` conversations differently without field `name`."""
     for each in having[:: -(-len(having) // TRIED)]:
         whole = tokenizer.render(each.messages, True, each.tools)
         messages = [{key: value for key, value in message.items() if key != name} for message in each.messages]

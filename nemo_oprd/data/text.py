@@ -125,13 +125,13 @@ def without_instructions(texts: Sequence[str]) -> list[str]:
 
 
 def _whole_sentences_at_the_beginning(words: list[str]) -> list[str]:
-    """Drops the words after the last sentence, with which the problems themselves begin ("... step. What is")."""
+    """Returns `words` up to the end of the last sentence; the rest begins the problems ("... step. What is")."""
     ends = [number for number, word in enumerate(words, 1) if _SENTENCE_END.search(word)]
     return words[: ends[-1]] if ends else words
 
 
 def _whole_sentences_at_the_end(words: list[str]) -> list[str]:
-    """Drops the words before the first sentence, with which the problems themselves end ("of n? Please ...")."""
+    """Returns `words` without the end of a sentence at their start, which ends the problems ("of n? Please ...")."""
     if not words or not words[0][0].islower():
         return words
     ends = [number for number, word in enumerate(words, 1) if _SENTENCE_END.search(word)]

@@ -170,7 +170,7 @@ class Alignment:
 
     Attributes:
         teacher_prompt_ids: int32, the prompt in the teacher's chat template.
-        teacher_response_ids: int32, the response in the teacher's tokens, its end of sequence included where both stop.
+        teacher_response_ids: int32, the response in the teacher's tokens, with an end of sequence if the student stops.
         teacher_index: int64 [n], the partner of each student token in `teacher_response_ids`; -1 where masked.
         mask: bool [n], the student's mask, set to false where a token has no partner.
         num_supervised: number of student tokens with mask 1 before alignment.

@@ -162,7 +162,7 @@ def _piece(token: str, marks: list[str], byte_pieces: dict[str, bytes]) -> bytes
 
 
 def _byte_level(token: str, verbatim: frozenset[str]) -> bytes:
-    """Returns a token's bytes in GPT-2's alphabet, where each character is a byte; added tokens are plain UTF-8."""
+    """Decodes a token of GPT-2's alphabet, one byte per character; `verbatim` and all other tokens become UTF-8."""
     if token in verbatim:
         return token.encode("utf-8")
     alphabet = _byte_alphabet()

@@ -65,7 +65,7 @@ class TokenIds:
         return given[~inside].tolist()  # type: ignore[no-any-return]
 
     def missing_below(self, limit: int) -> tuple[tuple[int, int], ...]:
-        """Returns (first id, end) of each run of ids outside the set below `limit`, which is at least this one."""
+        """Returns (first id, end) of each run of ids below `limit` (at least the set's own) that are not in the set."""
         return self.gaps if limit == self.limit else (*self.gaps, (self.limit, limit))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""A model's tokenizer: conversations and text -> ids -> text, stop ids, fingerprint, and a teacher's prompts (cached).
+"""A model's tokenizer: conversations and text -> ids -> text, stop ids, fingerprint; and a teacher's prompts.
 
 A thin wrapper around Hugging Face's `AutoTokenizer`. It exists because the stop ids may be in any of three files, and
 because special tokens that a chat template has already added must not be added twice. Batches, padding and truncation
@@ -70,7 +70,8 @@ class Tokenizer:
         `eos_ids` are `eos_token_id` of generation_config.json, else of config.json, else the tokenizer's own.
 
         Raises:
-            ValueError: there is no such directory, it holds no tokenizer, or no file names the end-of-sequence id.
+            ValueError: there is no such directory, its tokenizer is missing, damaged or needs code of the model, or no
+                file names the end-of-sequence id.
         """
         path = Path(path)
         if not path.is_dir():
@@ -104,12 +105,10 @@ class Tokenizer:
         system_prompt: str | None = None,
         keys: str = "data",
     ) -> None:
-        """Replaces the chat template by the Jinja template in `file` (None: keeps it), and sets its variables.
+        """Sets the chat template (the Jinja template in `file`; None: unchanged), its variables and the system prompt.
 
-        Example of variables: {"enable_thinking": False}. A template ignores those that it does not use.
-
-        Args:
-            keys: the group of the settings, for messages.
+        Example of variables: {"enable_thinking": False}. A template ignores those that it does not use. `keys` is the
+        group of the settings, for messages.
 
         Raises:
             ValueError: there is no such file, it holds no Jinja template, or a variable has a reserved name.
@@ -157,7 +156,7 @@ class Tokenizer:
 
         Args:
             add_generation_prompt: also write the beginning of the model's next turn.
-            variables: of the template, in place of the configured ones.
+            variables: for the template; they override configured ones of the same name.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template rejects the conversation.
@@ -171,8 +170,8 @@ class Tokenizer:
     def reads_clock(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
         """Returns whether the chat template writes the time into this conversation, e.g. "Today Date: 26 Nov 2026".
 
-        transformers gives templates a function `strftime_now`. A variable of that name that is a text takes its place,
-        so that a template which calls it fails.
+        transformers gives templates a function `strftime_now`. With a text in its place, a template that calls the
+        function fails.
         """
         self.render(messages, True, tools)
         try:
@@ -232,7 +231,7 @@ class Tokenizer:
         )
 
     def conversation(self) -> dict[str, Any]:
-        """Returns the rendering settings of conversations as plain values: the template's sha256 and its variables."""
+        """Returns the settings of rendering as plain values: the template's sha256, its variables, a system prompt."""
         template = json.dumps(self.hf.chat_template, sort_keys=True)
         return {
             "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
@@ -245,7 +244,7 @@ class Tokenizer:
         return TokenIds.of(self._vocab.values(), limit)
 
     def reads_ids_of(self, other: Tokenizer) -> bool:
-        """Returns whether every id with a token in the other tokenizer has the same token here; there may be more."""
+        """Returns whether every id with a token in `other` has the same token here; this tokenizer may have more."""
         return other._vocab.items() <= self._vocab.items()
 
     def fingerprint(self) -> str:
@@ -293,7 +292,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Reads a file that may be missing; returns its content."""
+    """Returns the JSON object in a file; {} if the file is missing."""
     return read_json(file, "an object", "copy the file from the model's source again") if file.is_file() else {}
 
 
@@ -328,7 +327,7 @@ def _eos_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 # Fingerprints and the teacher's prompts for the alignment of two models' tokenizers.
 #
-# Results are cached for the lifetime of a tokenizer: hashing 200,000 tokens for every batch would be too slow.
+# Fingerprints and end ids are cached for the lifetime of a tokenizer: hashing 200,000 tokens per batch is too slow.
 
 Messages = Sequence[Message]
 
@@ -349,7 +348,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 def teacher_eos_id(teacher: Tokenizer) -> int:
     """Returns the id that ends the teacher's turn: the one of `teacher.eos_ids` that its template adds to a response.
 
-    Model files list several ids in any order (Llama 3 has <|end_of_text|> before <|eot_id|>).
+    If it adds none, the first. Model files list ids in any order (Llama 3 has <|end_of_text|> before <|eot_id|>).
 
     Raises:
         ValueError: the template changes the text of a response.

@@ -1,4 +1,4 @@
-"""The teacher's observer: keeps the supervised rows of the matched layers."""
+"""An observer that keeps rows of hidden states: for a teacher's targets, bridge fits and the sampling check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HiddenStateCapture:
     """An observer that copies the given rows of the given layers, and nothing else.
 
     `captured` holds the rows of a layer under its `keys_of_layer`; for a teacher layer these are the student layers
-    that are matched with it. `project` takes (key, [n, D]) to the projection [n, R] that is kept; None: the states are.
+    that are matched with it. `project` maps (key, states [n, D]) to the values [n, R] to keep; None keeps the states.
     """
 
     rows: torch.Tensor  # int64 [n], indices into this rank's hidden state, on its device

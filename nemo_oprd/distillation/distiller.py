@@ -42,7 +42,7 @@ def resident_microbatches(
 
 
 def bytes_per_microbatch(plan: StepPlan, objective: StepObjective, student: Role, dtype: torch.dtype) -> int:
-    """Bytes of the targets of this rank's largest microbatch; on ranks outside the student's role 0."""
+    """Upper bound of the bytes of targets for one microbatch of this rank; 0 on ranks outside the student's role."""
     coords, run = student.coords, objective.run
     if coords is None:
         return 0
@@ -80,8 +80,7 @@ class Distiller:
 
         Args:
             step: number of updates before this one; None: every loss at its largest weight (the gradient check).
-            watch: include values that are only measured (`metrics/watched_metrics.py`,
-            `metrics/token_metrics.py`).
+            watch: include values that are only measured (`metrics/watched_metrics.py`, `metrics/token_metrics.py`).
         """
         adaptive = self.student.adaptive
         objective = self.objective.for_step(
@@ -138,9 +137,9 @@ class Distiller:
         return targets
 
     def ask_ahead(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Lets teachers begin with complete responses of a step (0-based) whose batch is not; from any thread.
+        """Lets teachers begin with complete responses of a step (0-based) before its batch is full; from any thread.
 
-        Rows that depend on the whole batch, such as rows drawn from it, are not requested.
+        Does nothing in an update that measures drawn rows (`only_watched`), because the draw needs the whole batch.
         """
         objective, budget = self.objective_of(step), self.config.train.tokens_per_microbatch
         if objective.output is not None and objective.output.only_watched:

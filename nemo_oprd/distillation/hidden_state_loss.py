@@ -42,7 +42,7 @@ class LayerMetric(NamedTuple):
     """A sum over the rows of a layer, or a metric per layer, or both.
 
     Attributes:
-        summed: the function that sums over some rows, of any shape; None: the value comes from other sums.
+        summed: some rows -> values of any shape, whose total is added to the sum; None: `value` uses other sums.
         value: the layer's sums -> the metric `rep/NAME_layer/LAYER`; None: the sum is only part of other metrics.
             Beside the sums `LAYER_SUMS`, "rows" is the number of the layer's rows, and "gradient_of_all_layers" the
             total of "squared_gradient".
@@ -185,7 +185,7 @@ class HiddenStateLoss:
         return self.sums[name]
 
     def _sums_of_layer(self, layer: int, beside: torch.Tensor) -> torch.Tensor:
-        """[len(LAYER_SUMS)], a view."""
+        """The sums of `layer`, [len(LAYER_SUMS)]: a view of the sum "layers"."""
         return self._sum("layers", beside, len(self.layers), len(LAYER_SUMS))[self.layers.index(layer)]
 
 
@@ -209,7 +209,7 @@ def hidden_state_metrics(
     """The metrics of the representation loss by their names in metrics.jsonl; empty without supervised layers.
 
     `rep/cosine_first_k/K` and `rep/cosine_last_k/K` are mean cosines of the deepest supervised layer over the first
-    (last) K tokens of every response (the paper's position figure), for the K of which all tokens were supervised.
+    (last) K tokens of every response (the paper's position figure); `positions` "all" gives both, others their own.
 
     Args:
         sums: of all ranks, as `layer_sums`.

@@ -74,7 +74,7 @@ class OutputTerm:
         return self.drawn_rows > 0
 
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
-        """One row per response token with mask 1, at the position that predicts the token; or the drawn ones of them.
+        """One row per response token with mask 1, at the position that predicts it; only drawn rows if `only_watched`.
 
         Errors as in `make_rows`; ValueError also if a response lacks the log-probabilities that a correction needs.
         """
@@ -167,8 +167,8 @@ class Objective:
             teachers: one per entry of `config.teacher_sources`, with its pairs: student layer -> teacher layer.
             layer_weights: student layer -> weight, as in `Objective`.
             shared_ids: teacher's number -> the ids that the student and this teacher know by their tokenizers; None if
-                these differ, or if there are none. Recorded rollouts are compared on all ids for which both models
-                have rows; for these it is called only if the sizes differ, because the difference may be padding.
+                the tokenizers differ or are missing. With recorded rollouts or `fitting`, all ids with rows in both
+                models are compared; `shared_ids` is called only if the sizes differ, since that may be padding.
             fitting: for fit-bridge: the models may differ in shape, all response tokens are rows, and there is no
                 output loss.
 
@@ -352,7 +352,7 @@ def _match(
     *,
     fitting: bool,
 ) -> TeacherMatch:
-    """The layer pairs of one teacher, with the teacher's bridge; ValueError if the two do not fit together."""
+    """The layer pairs of one teacher, with its bridge; ValueError if pairs, bridge and loss do not fit together."""
     bridge = None if fitting else _bridge(loss, source, identity, teacher, pairs)
     if bridge is not None:
         fitted_pairs = {layer: bridge.layers[layer] for layer in pairs}

@@ -99,7 +99,7 @@ def final_state_rows(local: LocalRows, pack: Pack, role: Role) -> FinalStateRows
 def vocab_shard(model: DistillingModel, role: Role, ids: TokenIds, sampled: TokenIds | None = None) -> VocabShard:
     """This tensor rank's shard of the padded vocabulary, of which only `ids` are used.
 
-    `sampled`: those of them that can be sampled, where a correction needs them; None: all.
+    `sampled`: the ids that can be sampled, for a correction; None: all of `ids`.
     """
     size = model.output_weight().shape[0]
     group = role.member_groups.tp if role.layout.tensor > 1 else None
@@ -110,7 +110,7 @@ def vocab_shard(model: DistillingModel, role: Role, ids: TokenIds, sampled: Toke
 def read_teacher_head(spec: ModelSpec, read: TensorReader) -> OutputHead:
     """A teacher's LM head for all of its ids, in the dtype of its files; `read` returns a tensor by its HF name.
 
-    Only teachers that servers compute may have a bias or a scale: no family that a rank of this job builds has them.
+    Only teachers on servers may have a bias or a scale: no family that the ranks of this job build has either.
     """
     weight = read("model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight")
     bias = read.bias() if isinstance(read, ServedHead) else None
@@ -144,12 +144,11 @@ class OutputHeadLoss:
     `teacher` holds the teacher's log-probability and entropy per row [n, 2], or its final hidden states [n, D], which
     `teacher_head` turns into logits (D is the teacher's hidden size here).
     `scale` is the weight of the loss in the total loss; with 0 the loss is only measured. `old_logprob` holds the
-    tokens' log-probabilities under the weights that sampled them, `old_sampler_logprob` those among the ids that can be
-    sampled; None if these are the current weights.
-    `engine_logprob` holds them as the engine computed them; None without a correction. `token_slots` says where the
-    rows' values are kept per token
-    (`TokenSlots.of_rows`); None: they are not kept. `support_rows` are those of the n rows in which top sets are
-    searched; None: all.
+    tokens' log-probabilities under the weights that sampled them, and `old_sampler_logprob` these renormalized over the
+    ids that can be sampled; both are None if the current weights sampled the tokens. `engine_logprob` holds the tokens'
+    log-probabilities as the engine computed them; None without a correction. `token_slots` says where the rows' values
+    are kept per token (`TokenSlots.of_rows`); None: they are not kept. `support_rows` are those of the n rows in which
+    top sets are searched; None: all.
     """
 
     loss: OutputLoss

@@ -1,8 +1,8 @@
 """The paper's equations on plain Hugging Face models in one process, for checking an installation.
 
-Shares nothing with the Megatron path but the configuration, the file of rollouts, dequantised weights and a row loss of
-the user's: no packing, no layouts, no row table; sequences pass one by one. It defines the built-in losses once more,
-and the routers' losses. Slow on purpose, and to be read against the paper.
+Shares with the Megatron path only the configuration, the rollouts, the loaded weights and their names, the layer map,
+the draw of full-width projectors and a user's own row loss: no packing, no layouts, no row table; sequences run one by
+one. It defines the built-in losses and the routers' losses again. Slow on purpose, and to be read against the paper.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RouterReference:
         lengths: for each rollout, how many of its tokens count.
 
     Attributes:
-        losses: "moe/aux_loss" and "moe/z_loss", those with a weight, of the responses so far.
+        losses: "moe/aux_loss" and "moe/z_loss", those with a weight, summed over the responses so far.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RouterReference:
         return logits, weights, experts
 
     def before(self, rollout: Rollout) -> None:
-        """Prepares the routers for a rollout; with `student.router_replay` its tokens visit its experts."""
+        """Prepares the routers for a rollout; with `student.router_replay` its tokens visit its recorded experts."""
         self._forced = rollout.expert_routes if self.student.router_replay else None
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class RouterReference:
         return {layer: count / self.tokens for layer, count in counts.items()}
 
     def response_loss(self, number: int) -> torch.Tensor | float:
-        """The routers' part of the total loss of one response, which the model has just computed."""
+        """Returns the routers' part of the total loss for the response just computed; adds their losses to `losses`."""
         total: torch.Tensor | float = 0.0
         for layer in self.layers:
             logits = self.logits[layer][: self.lengths[number]]
@@ -116,7 +116,7 @@ class RouterReference:
 
     @property
     def total(self) -> float:
-        """The sum that the losses add to the total loss."""
+        """The weighted sum of `losses`, their part of the total loss."""
         return sum(self._weights[name] * loss for name, loss in self.losses.items())
 
 
@@ -208,7 +208,7 @@ def _routers(
     supervised: range,
     weight_of_output: float,
 ) -> RouterReference | None:
-    """The routers that replace the student's by the settings; None if transformers' own routers suffice."""
+    """The routers that replace the student's where the settings need it; None if transformers' own routers suffice."""
     loss = losses.representation
     if not (student.router_aux_loss or student.router_z_loss or student.router_replay):
         return None
@@ -314,7 +314,7 @@ class _OutputLoss:
     def response_loss(
         self, student: Any, teacher: Any, rollout: Rollout, teacher_weight: float
     ) -> torch.Tensor | float:
-        """Returns the part of `output/loss` of one response, and adds its value to `loss`."""
+        """Returns an expression with the gradient of one response's part of `output/loss`; adds that part to `loss`."""
         if self.loss is None:
             return 0.0
         vocab_size = min(student.config.vocab_size, teacher.config.vocab_size)

@@ -6,18 +6,18 @@ included, padding not), with p_te the router's probability of expert e and z_te 
     load-balancing loss   E * sum_e f_e P_e    f_e = how often expert e is chosen / T    P_e = sum_t p_te / T
     z-loss                sum_t (log sum_e exp z_te)^2 / T
 
-That is `load_balancing_loss_func` of transformers for one layer (1 * K where the load is even); the total loss has the
-mean over the n layers, times `student.router_aux_loss` or `student.router_z_loss`. transformers joins the tokens of all
-layers before it takes f and P, so that an expert that one layer overloads may be paid for by another layer that does
-not use the expert of that number; here every layer is balanced by itself.
+The load-balancing loss is transformers' `load_balancing_loss_func` for one layer (K where the load is even). The total
+loss has the mean over the n layers, times `student.router_aux_loss` or `student.router_z_loss`. transformers joins the
+tokens of all layers before it computes f and P, so one layer may overload the expert of some number if another layer
+avoids the expert of that number; here every layer is balanced by itself.
 
 f_e is constant for the gradient, which is E f_e / (n T) at each p_te. But the gradient of the first microbatch needs
-f_e over all of them, on all ranks, while pipelined schedules run its backward pass before the others' forward passes.
-The gradient is linear in f, so that it could be had afterwards only by keeping one gradient of the model for every
-expert of every layer. f of an earlier update belongs to other weights and tokens, and f of one microbatch makes the
-loss depend on the packing. So with a load-balancing loss a forward pass without gradients over the whole update goes
-first and counts (`count_choices`). Its routes are kept and used by the training pass: the f_e are those of the very
-routes that are trained. The z-loss needs no such pass.
+f_e over all microbatches, on all ranks, while pipelined schedules run its backward pass before the others' forward
+passes. The gradient is linear in f, so applying f afterwards would need one gradient of the model per expert of each
+layer. f of an earlier update belongs to other weights and tokens, and f of one microbatch makes the loss depend on the
+packing. So with a load-balancing loss, a forward pass without gradients over the whole update goes first and counts
+(`count_choices`). The training pass reuses its routes, so that the f_e are those of the very routes that are trained.
+The z-loss needs no such pass.
 
 Shapes: N tokens of this rank in a microbatch, n of them counted, E experts, K experts per token.
 """
@@ -59,8 +59,8 @@ class RouterTerm:
     def build(plan: StepPlan, objective: StepObjective, num_responses: int) -> RouterTerm | None:
         """The term of an update with `plan`; None for a student without experts.
 
-        Tokens and layers that are computed only for divergences that are measured (`logging.output_metrics_every`) do
-        not count, so that measuring changes no training.
+        Tokens and layers that are computed only to measure divergences (`logging.output_metrics_every`) do not count,
+        so that measuring does not change the training.
         """
         run, experts = objective.run, objective.run.student.experts
         if experts is None:
@@ -127,9 +127,9 @@ class RouterLosses:
 
     Attributes:
         sums: "routers" -> float64 [layers of the term, 2 * E + len(SUMS)], sums over the rows of each layer: how often
-            each expert was chosen, the sum of its probability, and `SUMS`. A token's route has changed if the router
-            chooses another set of experts than the recorded one; it is compared if its experts were recorded. Empty
-            until a layer is measured.
+            each expert was chosen, the sum of its probability, and `SUMS`; empty until a layer is measured. In `SUMS`,
+            "compared" counts the tokens with recorded experts, "changed" those of them for which the router chooses
+            another set of experts.
     """
 
     term: RouterTerm
@@ -213,7 +213,7 @@ class RouterMicrobatch:
 def count_choices(term: RouterTerm, microbatches: list[RouterMicrobatch], role: Role) -> dict[int, torch.Tensor]:
     """Layer -> f float32 [E], after a pass without gradients over all microbatches of the update.
 
-    Every rank of the role calls this; layers of other stages are there, too.
+    Every rank of the role calls this and gets the layers of all stages.
     """
     counts = torch.zeros(len(term.layers), term.experts, dtype=torch.float64, device=device())
     for microbatch in microbatches:

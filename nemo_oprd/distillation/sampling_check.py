@@ -1,10 +1,10 @@
 """Checks that a separate engine samples from the student: compares its log-probabilities with the trainer's.
 
 Versions and checksums say that the bytes of the weights have arrived. They don't say that the engine computes with
-them: a packed copy of the head may be stale, keys of the old weights may be in a prefix cache, the temperature may be
-another one. The responses look plausible in all these cases, and the losses fall. So before each update the student
-computes the log-probabilities of some of the sampled tokens, by a forward pass without gradient at full depth. Its cost
-does not grow with the batch: a few responses are drawn, other ones in every step, and a few tokens of each.
+them: a packed copy of the head may be stale, a prefix cache may hold keys of the old weights, the temperature may be
+wrong. The responses look plausible in all these cases, and the losses fall. So before each update the student computes
+the log-probabilities of some of the sampled tokens, by a forward pass without gradient at full depth. Its cost does not
+grow with the batch: each step checks a few responses, which take turns, and a few tokens of each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PERCENTILE = 99
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest mean, 99th percentile and mean of one response of |engine - trainer|, in nats per token."""
+    """Upper bounds of |engine - trainer| in nats per token: the mean, the 99th percentile, and any response's mean."""
 
     mean: float
     p99: float
@@ -52,9 +52,9 @@ MIN_TOKENS_OF_RESPONSE = 4
 
 
 class SamplingCheck:
-    """The check of one run. Every rank builds one and calls it alike.
+    """The check of one run. Every rank builds one and makes the same calls.
 
-    Only the ids `sampled` are sampled; None: all ids of the student's vocabulary.
+    `sampled` are the ids that can be sampled; None: all ids of the student's vocabulary.
     """
 
     def __init__(self, config: Config, sampled: TokenIds | None) -> None:
@@ -62,19 +62,19 @@ class SamplingCheck:
         self._tokens = config.rollout.vllm.check_tokens
 
     def __call__(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """The metrics of the comparison; none for rollouts without log-probabilities, and recorded ones.
+        """The metrics of `compare`; empty without `check_tokens`, for recorded rollouts, and without log-probabilities.
 
         Raises:
-            ValueError: the engine samples from something else than the student.
+            ValueError: the engine does not sample from the student.
         """
         found = self._both(student, rollouts, step)
         return {} if found is None else compare(*found, BOUNDS[self._config.precision])
 
     def drift(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """Metrics, without bounds, of the distance of the student from the earlier ones that sampled.
+        """Metrics, without bounds, of how far the student has moved from the weights that sampled.
 
-        `rollout/drift_kl` estimates KL(those that sampled | student) in nats per token as `compare` does;
-        `rollout/drift_effective_sample_size` is (sum w)^2 / (n sum w^2) with w the ratio of the probabilities. Both
+        `rollout/drift_kl` estimates KL(engine | student) in nats per token as `compare` does;
+        `rollout/drift_effective_sample_size` is (sum w)^2 / (n sum w^2) with w = student's / engine's probability. Both
         also over the first k = 1, 2, 4, ... tokens of every response, as `NAME_first_k/K`.
         """
         found = self._both(student, rollouts, step)
@@ -85,7 +85,7 @@ class SamplingCheck:
     def _both(
         self, student: Student, rollouts: list[Rollout], step: int
     ) -> tuple[np.ndarray, np.ndarray, TokenTable] | None:
-        """Log-probabilities float64 [n] of the engine and of the student, of some tokens; None if there are none."""
+        """Log-probabilities float64 [n] of engine and student, and the table of the tokens; None without any tokens."""
         if not self._tokens or self._config.rollout.replay or any(r.logprobs is None for r in rollouts):
             return None
         table = _draw(rollouts, self._tokens, self._config.seed, step)
@@ -148,10 +148,10 @@ def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: 
 
 
 def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTable:
-    """At most `count` response tokens: `TOKENS_OF_RESPONSE` of a response, anywhere in it, of `MOST_RESPONSES` at most.
+    """At most `count` random tokens: at most `TOKENS_OF_RESPONSE` from each of at most `MOST_RESPONSES` responses.
 
-    The responses take turns: those of one step are spread over the batch, and with batches of one size every response
-    that has tokens has its turn within responses / (responses of a step) steps, whatever the first one.
+    Only responses with a token that has a predecessor count. They take turns: a step checks every `turns`-th of them,
+    and while their number stays the same, each index has its turn within `turns` steps.
     """
     # a token is predicted by the one before it
     first = [0 if len(rollout.prompt_ids) else 1 for rollout in rollouts]
@@ -188,9 +188,9 @@ def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTab
 def student_logprobs(
     student: Student, rollouts: list[Rollout], table: TokenTable, config: Config, sampled: TokenIds | None
 ) -> np.ndarray:
-    """The student's log-probabilities float64 [n] of tokens in the distribution of `config.rollout`, on every rank.
+    """The student's log-probabilities float64 [n] of the tokens of `table`, on every rank. Every rank calls this.
 
-    That distribution is over the ids `sampled`; None: over all ids of the student's vocabulary.
+    The distribution is that of `config.rollout` over the ids `sampled`; None: all ids of the student's vocabulary.
     """
     values = torch.zeros(len(table), dtype=torch.float64, device=device())
     role, spec, coords = student.role, student.spec, student.role.coords

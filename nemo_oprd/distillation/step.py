@@ -192,7 +192,7 @@ class GradientAccumulation:
     ) -> None:
         """Clears the gradients of the previous update; `sampled_logprobs` are those of `KeptResults`.
 
-        With `whole_gradients` every student rank gets the complete sums, also with the distributed optimizer.
+        With `whole_gradients` every student rank gets the complete sums, even with the distributed optimizer.
         """
         self._student, self._batch, self._whole_gradients = student, batch, whole_gradients
         self._sampled_logprobs = sampled_logprobs
@@ -244,7 +244,7 @@ class GradientAccumulation:
         """Checks the gradients; returns the metrics of all groups, None on ranks outside the role.
 
         Raises:
-            CaptureError: a supervised layer did not receive the planned number of gradients.
+            CaptureError: a layer, the output loss or a router was not reached as planned, or a layer's gradient is 0.
         """
         student, batch = self._student, self._batch
         if not student.role.is_member:

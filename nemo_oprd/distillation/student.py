@@ -69,7 +69,7 @@ class Student:
 
     `chunks` are this rank's model chunks (none outside the role), and `ddp` the same, wrapped for gradient reduction.
     With `teacher.weights=ema`, `average` is the teacher; else None. `optimizer_steps` counts those of the whole run,
-    also the skipped ones, and is the same on every rank.
+    including skipped ones, and is the same on every rank.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Student:
         """Builds, loads and wraps this rank's part.
 
         Args:
-            needs: the needs of the updates; they say whether the last stage needs the teachers' heads.
+            needs: what the updates compute; `teacher_states` says whether the last stage needs the teachers' heads.
             read, read_teachers: return a tensor of the student, and of each teacher, by its HF name.
             source: the path of the student's weights, for messages.
             average: the teacher that follows the student's weights; None without one, and outside its role.
@@ -165,7 +165,7 @@ class Student:
         return chosen_kernels(layers, self.dtype, inner, delta_net=self.spec.delta is not None)
 
     def teacher_head(self, number: int) -> OutputHead | None:
-        """A teacher's current LM head; None before the last stage, or if the teacher sends no final states."""
+        """A teacher's current LM head, on the last stage; None for a frozen teacher that sends no final states."""
         if not TEACHER_KINDS[self.config.teacher.weights].moves:
             return self._teacher_heads[number]
         # such a teacher has the student's layout, so this rank holds the shard that it needs

@@ -67,7 +67,7 @@ def plan_transfers(
 
 
 def _holders(rows: np.ndarray, other: BatchPlan) -> list[tuple[np.ndarray, Coordinates]]:
-    """The rows by the ranks that own them in the other role, as (table indices, ascending; coordinates on stage 0)."""
+    """Groups `rows` by the rank of `other` that owns them: (table indices, ascending; coordinates on stage 0)."""
     if not len(rows):
         return []
     rows = np.sort(rows)
@@ -84,7 +84,7 @@ def _holders(rows: np.ndarray, other: BatchPlan) -> list[tuple[np.ndarray, Coord
 
 
 def _owners(plan: BatchPlan, layers: dict[int, int], depth: int) -> list[set[int]]:
-    """Per pipeline rank of the plan's role, the student layers (keys) whose layer of its own model the rank owns."""
+    """Per pipeline rank of the plan's role: the keys of `layers` whose value, a layer of the role's model, it owns."""
     owners: list[set[int]] = [set() for _ in range(plan.layout.pipeline)]
     for student_layer, owned_layer in layers.items():
         owners[plan.layout.stage_of_layer(owned_layer, depth)[0]].add(student_layer)
@@ -113,7 +113,7 @@ def _index_of(rows: np.ndarray, chosen: np.ndarray) -> torch.Tensor:
 class _Message:
     """A transfer, with the indices of its rows among the rows that this rank sends, and among those that it receives.
 
-    They are made once for all layers, because a copy to a GPU waits for the GPU.
+    The indices are copied to the device once for all layers.
     """
 
     transfer: Transfer
@@ -129,7 +129,7 @@ _Arrival: TypeAlias = tuple[_Message, list[int], torch.Tensor]
 class Exchange:
     """Carries out `plan_transfers` on this rank.
 
-    `layers` are the student layers that any rank receives, of which every rank exchanges `at_a_time` at the same time.
+    `layers` are the student layers that any rank receives; the ranks exchange `at_a_time` of them at once.
     """
 
     layers: list[int]

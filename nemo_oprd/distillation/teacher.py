@@ -4,8 +4,8 @@
 model in this process: a separate one without gradients, or the student's chunks (`teacher.weights=student`). A separate
 model has no DDP buffers and no layer deeper than the deepest one that an update needs. It has an LM head only if the
 output loss needs log-probabilities of sampled tokens, or if the model is saved (`teacher.weights=ema`). Of a layer's
-states, only supervised rows are kept, projected by a bridge. `vllm/teacher_servers.py` has teachers behind vLLM
-servers.
+states, only supervised rows are kept, or their projections (`TeacherMatch.project`). `vllm/teacher_servers.py` has
+teachers behind vLLM servers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Teacher:
         """Announces responses of a step's batch to a teacher that can begin to compute; from any thread.
 
         Args:
-            plan: of these responses alone, for the teacher.
+            plan: the plan of these responses alone, for the teacher's layout.
         """
 
     def asked_ahead(self, step: int) -> tuple[float, float] | None:
@@ -107,10 +107,10 @@ class Teacher:
         return None
 
     def check(self, step: int) -> None:
-        """Lets a teacher outside this process show that it still is the right one, if that is due before `step`.
+        """Checks, if that is due before `step`, that a teacher outside this process still computes the right states.
 
         Raises:
-            ValueError: it is not.
+            ValueError: its states are wrong.
         """
 
     def close(self) -> None:

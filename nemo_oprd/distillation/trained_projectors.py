@@ -45,7 +45,7 @@ class LayerProjector(torch.nn.Module):
 
 
 def attach_projectors(chunks: Sequence[DistillingModel], role: Role, objective: Objective, seed: int) -> None:
-    """Adds the projectors of its supervised layers to each chunk.
+    """Adds to each chunk the projectors of the chunk's supervised layers.
 
     They start as in the bridge; those of a full-width bridge are drawn from `seed`. Called after the weights are loaded
     and before DDP wraps the chunks.
@@ -78,7 +78,7 @@ def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector
 def student_projection(
     chunks: Sequence[DistillingModel], objective: Objective, teacher: int
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """(Layer, student states [n, D]) -> values to compare with teacher's targets: [n, R], or the states themselves."""
+    """(Layer, student states [n, D]) -> values to compare with the teacher's targets: [n, R], or the states."""
     if objective.trains_bridge:
         projectors = projectors_of(chunks)
         return lambda layer, rows_ND: projectors[layer](rows_ND)

@@ -25,7 +25,7 @@ REPETITION_NGRAMS = (2, 4)
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The sampling settings: from the whole distribution at `temperature`; 0 takes the most probable token."""
+    """Settings for sampling from the whole distribution at `temperature`; 0 takes the most probable token."""
 
     max_new_tokens: int
     temperature: float
@@ -144,7 +144,7 @@ def measure(student: Any, teacher: Any, responses: Sequence[SampledIds], vocab_s
 
 
 def _log_probs(model: Any, response: SampledIds, vocab_size: int) -> torch.Tensor:
-    """Returns log p of the next token at every token of the response, [tokens, vocab_size] in float32."""
+    """Returns the log-probabilities of all ids for every token of the response, float32 [tokens, vocab_size]."""
     ids = torch.tensor([response.prompt + response.tokens[:-1]], device=model.device)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(response.tokens)).logits[0]
     return logits[:, :vocab_size].float().log_softmax(-1)

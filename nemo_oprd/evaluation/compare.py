@@ -230,7 +230,7 @@ def _digest_of(responses: Sequence[SampledIds]) -> str:
 
 
 def _weights_digest(directory: Path) -> str:
-    """Returns sha256 (hex) of a model's weights and config.json: an export that is written again is the same model."""
+    """Returns sha256 (hex) of a model's weights and config.json: a repeated export counts as the same model."""
     found = hashlib.sha256()
     for file in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
         with file.open("rb") as stream:

@@ -62,7 +62,7 @@ def cells(result: dict[str, Any]) -> list[str]:
 
 
 def terminal_table(results: dict[str, dict[str, Any]]) -> str:
-    """Formats student's name -> measurements as a table with a column per student, in blocks for many students."""
+    """Formats the measurements by student's name as a table with a column per student, in blocks for many students."""
     texts = {name: cells(result) for name, result in results.items()}
     rows = [(_CORNER, [*texts])]
     for source, columns in itertools.groupby(enumerate(COLUMNS), lambda each: each[1].source):
@@ -83,7 +83,7 @@ def terminal_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def read_comparison(directory: Path) -> Comparison | None:
-    """Reads the comparison in `directory`; None without measurements. Leaves out measurements of other settings.
+    """Reads the comparison in `directory`; None without measurements. Leaves out those with other settings.
 
     Raises:
         ValueError: a file is damaged.

@@ -67,7 +67,7 @@ class Progress:
             logger.info(f"evaluating {self._label}: {done}/{self._total} responses  left {left}")
 
     def close(self) -> None:
-        """Deletes the count, after the sampling of all ranks."""
+        """Deletes the count if this is the first rank; called when sampling has ended."""
         if dist.get_rank() == 0:
             self._store.delete_key(self._key)
 
@@ -127,7 +127,7 @@ class Evaluator:
         self.notes = report.lines
 
     def _read_sets(self, held_out: Sequence[Prompt], report: DataReport) -> Iterator[tuple[str, str, list[Prompt]]]:
-        """Yields name, file for messages and problems of each set."""
+        """Yields (name, origin for messages, first `evaluation.limit` problems) of each set."""
         data, limit = self.config.data, self.config.evaluation.limit
         for name, path in data.validation.items():
             problems, counts = with_suffix(load_prompts(path), data.suffix)
@@ -170,7 +170,7 @@ class Evaluator:
 
         Intervals and the metrics of subjects and levels are in evaluation.json only.
 
-        It samples only responses that `generations` lacks, and stores each new one there immediately.
+        Samples only responses that `generations` lacks, and stores each new one there immediately.
 
         Args:
             engine: returns the engine with the weights to evaluate; called on every rank, if responses are missing.
@@ -283,7 +283,7 @@ class Evaluator:
             progress.close()
 
     def _facts(self, name: str) -> list[dict[str, str]]:
-        """Returns the fields of each problem in a set's lines: `nemo-oprd grade` needs neither data nor a model."""
+        """Returns each problem's fields for its lines, so that `nemo-oprd grade` needs neither data nor a model."""
         grader = self.config.evaluation.graders.get(name)
         facts = ({**{fact: getattr(each, fact) for fact in FACTS}, "grader": grader} for each in self.sets[name])
         return [{fact: value for fact, value in each.items() if value is not None} for each in facts]

@@ -6,8 +6,8 @@
 
 `evaluation/grading/grade_sets.py` writes the grades and the metrics.
 
-Every call appends to a part and flushes it to the operating system, so it outlives a killed process. Its last line may
-be damaged and is then sampled again. The other files appear whole or not at all. This module does not sample or grade.
+`Generations.keep` appends to a part and flushes it to the operating system, so it outlives a killed process. A damaged
+last line is sampled again. The other files appear whole or not at all. This module does not sample or grade.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def trained_identity(directory: Path, step: int, weights: str) -> dict[str, Any]
 
     Args:
         directory: of the model that the run began with.
-        weights: distinguishes these weights from those of the same step, repeated from an earlier checkpoint.
+        weights: distinguishes these weights from those after the same step of a run that resumed before it.
     """
     return _named(directory, {"directory": str(directory.resolve()), "step": step, "weights": weights})
 
@@ -167,7 +167,7 @@ class Generations:
         """Creates the directory on the first rank, before any rank writes responses.
 
         Args:
-            afresh: removes all results in the directory, also those of this evaluation.
+            afresh: whether to remove all results in the directory, including those of this evaluation.
         """
         if afresh:
             # first, so that a killed process leaves no description of partly removed responses
@@ -236,7 +236,7 @@ class Generations:
         return self._responses / f".{name}.part_{rank}.jsonl"
 
     def _parts(self, name: str) -> list[Path]:
-        """Returns the parts of all ranks, also of an earlier start with more ranks."""
+        """Returns the parts of all ranks, including those of an earlier start with more ranks."""
         pattern = re.compile(rf"\.{re.escape(name)}\.part_\d+\.jsonl")
         return sorted(path for path in self._responses.glob(".*.jsonl") if pattern.fullmatch(path.name))
 

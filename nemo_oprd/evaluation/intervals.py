@@ -116,7 +116,7 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> np.ndarray:
     1 - C(n - c, k) / C(n, k): the share of the k-subsets of the n samples that hold one of the c right ones.
 
     Args:
-        correct: int [P], the right ones of each problem's `samples`.
+        correct: int [P], the number of right ones among each problem's `samples`.
 
     Raises:
         ValueError: k is not between 1 and `samples`.
@@ -204,7 +204,7 @@ def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> 
 
 
 def scalars(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """Returns the metrics for a run's log: those that are one number each, without those of subjects and levels."""
+    """Returns the metrics for a run's log: all but intervals, subjects, levels and the number of problems."""
     return {
         name: value
         for name, value in metrics.items()
@@ -261,7 +261,7 @@ class Difference:
         return self.low > 0 or self.high < 0
 
     def decimals(self, scale: float, least: int) -> int:
-        """Returns decimals, at least `least`, with which no bound of a real difference times `scale` prints as 0."""
+        """Returns the decimals, at least `least`, so that no bound times `scale` of a real difference prints as 0."""
         nearest = scale * min(abs(self.low), abs(self.high))
         return max(least, math.ceil(-math.log10(2 * nearest)) if self.real else 0)
 
@@ -270,8 +270,8 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
     """Returns the difference per metric of two evaluations of the same problems in the same order.
 
     Pairing removes what the two share: some problems are hard for both. Metrics that only one of them has, such as
-    pass@8 of 4 samples, are left out, and so is `dist_4g` of other numbers of samples, because more samples repeat more
-    4-grams. Problems that lack a value in either are left out, too, and a metric that has none in common.
+    pass@8 of 8 samples against 4, are left out, and so is `dist_4g` if these numbers differ: more samples repeat more
+    4-grams. Problems that lack a value in either are left out, too, and metrics without a common problem.
 
     Raises:
         ValueError: the number of problems differs.
@@ -301,5 +301,5 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _unified(name: str) -> str:
-    """Removes k from avg@k, because avg@4 and avg@16 estimate the same number; other metrics keep k as their part."""
+    """Removes k from avg@k, because avg@4 and avg@16 estimate the same value; pass@k, best@k and maj@k depend on k."""
     return "avg" if name.startswith("avg@") else name

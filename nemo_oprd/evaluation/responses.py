@@ -61,10 +61,10 @@ FIX = "sample it with `evaluate`, or correct the path"
 
 @dataclass(frozen=True)
 class GradableResponse:
-    """The fields of a response that the grade step needs; of `tokens` only the number counts.
+    """The fields of a response that the grade step needs.
 
     Attributes:
-        truncated: whether it was cut off; None if it is not known.
+        tokens: the number of response tokens; `truncated`: whether the response was cut off, None if not known.
         answer: the reference answer.
         data_source, subject, level: of the problem, None if not known.
     """
@@ -86,7 +86,7 @@ def read_responses(
     """Returns (the responses in a file SET.jsonl, the grader that its lines name or None).
 
     Args:
-        problems: of `data`, the problems of the set: their fields replace those of the lines.
+        problems: the set's problems in the file `data`, whose fields replace those of the lines; None keeps these.
 
     Raises:
         ValueError: the file is missing or damaged, or a response has no reference answer.
@@ -126,7 +126,7 @@ def read_responses(
 
 
 def response_of(record: Mapping[str, Any]) -> GradableResponse:
-    """Returns the response in a line of a file SET.jsonl; refuses missing fields and fields of other types."""
+    """Returns the response in a line of a file SET.jsonl; the caller has checked the fields."""
     finish_reason = record.get("finish_reason")
     return GradableResponse(
         problem=record["problem"],

@@ -56,7 +56,7 @@ def _intervals(file: Path) -> dict[str, Any]:
 
 
 def final_report(metrics_file: Path) -> str:
-    """Formats a run's final report: the table of `before_and_after`, and the student's progress per set.
+    """Formats a run's final report: the table of `before_and_after`, its `details`, and the student's progress per set.
 
     If the two evaluations can't be compared, a line gives the reason: missing or damaged files of evaluations do not
     make a complete run fail.
@@ -81,7 +81,7 @@ def _comparison(metrics_file: Path) -> str:
 
 
 def _evaluations(metrics_file: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's log that hold metrics of validation sets, at least one."""
+    """Returns each line of a run's metrics.jsonl that holds a metric of a validation set, in order."""
     lines = map(json.loads, metrics_file.read_text().splitlines())
     return [line for line in lines if any(name.startswith("val/") for name in line)]
 
@@ -105,7 +105,7 @@ def table(rows: Rows) -> str:
 
 
 def details(rows: Rows) -> str:
-    """Formats pass@k if a k is between 1 and all, and the lines of subjects and levels; "" if there are none."""
+    """Formats pass@k if a k is between 1 and the samples per problem, and subjects and levels; "" without any."""
     lines: list[list[str]] = []
     for label, metrics in rows.items():
         for name in sorted({key.split("/")[1] for key in metrics}):

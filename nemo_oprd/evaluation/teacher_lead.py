@@ -1,8 +1,8 @@
 """Judges whether a teacher solves more problems than its student, and formats the result for `train` and `doctor`.
 
 A worse teacher cannot improve the student, although the loss falls. The two are compared problem by problem: only
-problems that one of them solves more often count, and under equal models either is that one with probability 1/2
-(the sign test; with one response per problem, McNemar's exact test).
+problems that one of them solves more often count. If the models are equally good, each of these problems favours the
+teacher with probability 1/2 (the sign test; with one response per problem, McNemar's exact test).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TeacherLead:
     def error(self) -> float:
         """Returns the standard error of the difference.
 
-        It is Agresti and Min's for paired proportions, which is not 0 if no problem distinguishes the two.
+        It is Agresti and Min's for paired proportions, which is above 0 even if no problem distinguishes the models.
         """
         count = len(self._gaps) + 2
         return math.sqrt(float((self._gaps**2).sum()) + 1 - float(self._gaps.sum()) ** 2 / count) / count

@@ -17,14 +17,14 @@ from nemo_oprd.rollout.replay import read_rollouts
 
 @dataclass(kw_only=True)
 class RecordedRollouts(DatasetProvider):
-    """Reads a JSONL of rollouts, as `rollout.save` writes them.
+    """Makes the training data from recorded rollouts.
 
     Attributes:
-        file: the rollouts.
-        seq_length: the tokens to which responses with their prompts are padded; the recipe's `model.seq_length`.
-        vocab_size: ids must be below it.
+        file: JSONL of rollouts, such as `rollout.save=true` writes.
+        seq_length: tokens to which each prompt with its response is padded; the recipe's `model.seq_length`.
+        vocab_size: upper bound of the ids, exclusive.
         global_batch_size: the recipe's `train.global_batch_size`.
-        loss: the hidden-state term, the same as the forward step's.
+        loss: the hidden-state term that `OPRDForwardStep` gets; it sets the weights of the tokens.
     """
 
     file: str
@@ -40,7 +40,7 @@ class RecordedRollouts(DatasetProvider):
         """Returns (the training data, None, None): there are no data for validation and test.
 
         Raises:
-            ValueError: the file is missing or damaged, or a response does not fit.
+            ValueError: the file is missing or damaged, or as `RolloutDataset`.
         """
         rollouts, samples = read_rollouts(self.file, self.vocab_size), context.train_samples
         return RolloutDataset(rollouts, self.seq_length, self.global_batch_size, samples, self.loss), None, None

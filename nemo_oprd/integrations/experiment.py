@@ -1,4 +1,4 @@
-"""The run directory and the resume decision of `exp_manager`, for runs of this project. It does not import NeMo.
+"""The run directory and the resume decision of `exp_manager`, for runs of this project. Does not import NeMo.
 
 `exp_manager` belongs to Lightning's loop. It chooses `exp_dir/name/version` (or `explicit_log_dir`), moves the files of
 an earlier start into `run_0`, `run_1`, ..., and writes `cmd-args.log` and `git-info.log`. Its checkpoints, loggers and
@@ -14,8 +14,8 @@ from typing import Any
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.checkpoint_directory import find_checkpoint
 
-# The section `exp_manager` of a program's configuration. Its keys are NeMo's, and so are the defaults, but for the
-# resume: a job that starts again goes on.
+# The section `exp_manager` of a program's configuration. Its keys are NeMo's, and so are the defaults except `name` and
+# those of resuming: a job that starts again goes on.
 DEFAULTS: dict[str, Any] = {
     "exp_dir": None,
     "explicit_log_dir": None,
@@ -49,13 +49,12 @@ _OFF = (
 
 
 def experiment_settings(section: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Returns the argument `cfg` of `exp_manager`, for a job of so many processes.
+    """Returns the argument `cfg` of `exp_manager` for a job of `processes` ranks.
 
     Keys that the program's `section` lacks have their defaults.
 
     Raises:
-        ValueError: a key that needs Lightning's loop or that NeMo does not have, or ranks that would choose different
-            directories.
+        ValueError: a key needs Lightning's loop or is none of `DEFAULTS`, or ranks would choose different directories.
     """
     for key, value in section.items():
         if key in DEFAULTS or value in (None, False):

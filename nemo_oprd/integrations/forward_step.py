@@ -92,7 +92,7 @@ class OPRDForwardStep:
         """Runs teacher and student on the next microbatch; returns the student's output and the loss function.
 
         Args:
-            state: the loop's state. Its name makes the loop pass it.
+            state: the loop's state; the loop passes it because the parameter has this name.
 
         Raises:
             ValueError: the loop evaluates, asks for a schedule plan, or has unsupported models.
@@ -121,7 +121,7 @@ class OPRDForwardStep:
         return model(tokens_BS, None, None, packed_seq_params=sequences), self._report
 
     def _distillation(self, model: Any) -> HiddenStateDistillation:
-        """Returns the maker of observers; at an update's first microbatch arranges the call of `_finish` at its end."""
+        """Returns the maker of observers; at an update's first microbatch, registers `_finish` for the update's end."""
         if self._teacher is None:
             raise ValueError(
                 "the student's provider has built no teacher; expected it to build the student: pass the step the "

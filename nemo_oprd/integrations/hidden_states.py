@@ -52,7 +52,7 @@ def row_weights(rollouts: list[Rollout], length: int, loss: RepresentationLossCo
     the batch: compute them for the batch of all data-parallel ranks, and take from the result what a rank reads.
 
     Raises:
-        ValueError: a response is longer than `length`, the teacher reads other ids than the student, or see
+        ValueError: a response is longer than `length`, the teacher reads other ids than the student, or as
             `batch.token_table.make_rows`.
     """
     for i, rollout in enumerate(rollouts):
@@ -85,8 +85,8 @@ class HiddenStateDistillation:
         forward and backward passes of the student, each with observed(packed_seq_params, loss)
         metrics = oprd.finish()
 
-    A weight tensor [B, S] holds the tokens that this rank reads: its context-parallel part, but the whole sequences
-    under sequence parallelism, as Megatron's `tokens` do.
+    A weight tensor [B, S] covers the tokens that Megatron's `tokens` hold on this rank: its context-parallel part, but
+    no smaller part under sequence parallelism.
 
     Attributes:
         layers: the supervised student layers of this rank.
@@ -175,7 +175,7 @@ class HiddenStateDistillation:
         """Makes the observer of the teacher's forward pass over one microbatch; `captured` then holds the targets.
 
         Raises:
-            ValueError: the weights have another shape than the tokens can have.
+            ValueError: the weights are not [B, S], or the tensor ranks can't divide S under sequence parallelism.
         """
         keys: dict[int, list[int]] = {}
         for layer in self.layers:

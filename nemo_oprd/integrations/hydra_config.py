@@ -44,8 +44,8 @@ def from_nemo(
 ) -> Config:
     """Checks the configuration in `cfg` and returns it as a `Config`.
 
-    The keys of a Hydra program's command line count as such: `student.hf_path=DIR` there replaces the
-    `student.checkpoint` of the file, as with `nemo-oprd`.
+    Keys on the Hydra program's command line act as on that of `nemo-oprd`: `student.hf_path=DIR` also
+    replaces the `student.checkpoint` of the file.
 
     Args:
         cfg: the argument of the decorated function, or a dict.

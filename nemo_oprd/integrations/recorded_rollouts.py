@@ -19,7 +19,7 @@ from nemo_oprd.integrations.hidden_states import row_weights
 
 
 class RolloutDataset(torch.utils.data.Dataset):
-    """Sample i is response i modulo their number: {"tokens": int64 [S], "weight": float32 [S]}.
+    """Sample i is response i modulo the number of responses: {"tokens": int64 [S], "weight": float32 [S]}.
 
     Read it in order, without shuffling: Megatron-Bridge's `dataloader_type="single"`.
     """
@@ -37,11 +37,11 @@ class RolloutDataset(torch.utils.data.Dataset):
         Args:
             length: S, to which responses with their prompts are padded with id 0.
             global_batch_size: samples of an update over all data-parallel ranks.
-            samples: their number in the whole training.
+            samples: number of samples in the whole training.
             loss: says which tokens are supervised and how they are weighted.
 
         Raises:
-            ValueError: there are no responses, or the first batch's don't fit (`row_weights`).
+            ValueError: there are no responses, one is too long, the updates are not whole, or as `row_weights`.
         """
         if not rollouts:
             raise ValueError("no rollouts; expected at least one response: record some with rollout.save=true")

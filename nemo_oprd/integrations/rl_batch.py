@@ -93,10 +93,10 @@ def with_weights(data: Any, loss: LossConfig, batch_size: int) -> Any:
 
     Args:
         data: as in `rollouts_of`.
-        batch_size: responses of one update, `policy.train_global_batch_size`; update u has rows u * batch_size and on.
+        batch_size: responses of one update, `policy.train_global_batch_size`, which are consecutive rows of `data`.
 
     Raises:
-        ValueError: the responses are no whole updates, an update has no supervised token, or see `row_weights`.
+        ValueError: the responses are no whole updates, the data has weights already, or as `row_weights`.
     """
     if HIDDEN_WEIGHT in data:
         raise ValueError(

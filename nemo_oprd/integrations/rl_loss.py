@@ -113,7 +113,7 @@ class OPRDOutputLoss:
         token_N: torch.Tensor,
         weight_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the loss of the rows, a scalar with its gradient, from logits [tokens, V] of both models."""
+        """Returns (the rows' loss, detached; a scalar that has its gradient), from both models' logits [tokens, V]."""
         size, group = student.shape[1], self._groups.tp
         shard = VocabShard(group.rank() * size, size, self._vocab_size, group if group.size() > 1 else None)
         value = torch.zeros((), device=student.device)

@@ -2,7 +2,7 @@
 
 `train` is NeMo-RL's own. Before a microbatch's forward pass, a hook of the model runs this stage of the teacher on it
 and puts the observer into the `packed_seq_params`. The observer injects each layer's gradient in the backward pass. Any
-loss function of NeMo-RL can be added to it.
+loss function of NeMo-RL can be added to the hidden-state loss.
 
 Importing this module imports NeMo-RL, with Ray and Megatron-Bridge. B sequences, S their tokens on this rank.
 """

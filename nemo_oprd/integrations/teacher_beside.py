@@ -74,7 +74,7 @@ class TeacherBeside:
 
 
 def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> TeacherBeside:
-    """Builds the teacher of a model provider of Megatron-Bridge in the layout, groups and precision of the student.
+    """Builds the teacher from Megatron-Bridge's model provider, in the student's layout, groups and precision.
 
     Args:
         student: the student's model provider.
@@ -105,8 +105,8 @@ def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> Teache
 def after_backward(config: Any, then: Callable[[], None]) -> Callable[[], None]:
     """Makes Megatron call `then` after the last backward pass of every update, on every rank, before the optimizer.
 
-    Megatron's schedules call the `finalize_model_grads_func` of a model's config there. Call the result, which restores
-    the config, before anything writes the config into a checkpoint.
+    Megatron's schedules call the `finalize_model_grads_func` of a model's config there. Returns a function that
+    restores the config; call it before anything writes the config into a checkpoint.
     """
     original = config.finalize_model_grads_func
 

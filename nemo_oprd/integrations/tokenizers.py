@@ -112,7 +112,7 @@ def with_tokenizer(model: ModelSource, tokenizer: Any, target: str | Path, chat_
 
 
 def use_tokenizer(config: Config, tokenizer: Any, directory: Path, chat_template: str | None = None) -> None:
-    """Lets a run read its models from `directory`, with this tokenizer: the student, and teachers that read its ids.
+    """Points `config` to models in `directory` with this tokenizer: the student, and teachers that read its ids.
 
     Raises:
         ValueError: as `with_tokenizer`.
@@ -134,7 +134,7 @@ def _link(entries: Iterable[Path], directory: Path) -> None:
 
 
 def _content(directory: Path) -> dict[str, str | bytes]:
-    """Reads per file below a directory of `with_tokenizer` the target of its link, or its content."""
+    """Returns file -> the target of its link, or its content, for all files in a directory of `with_tokenizer`."""
     return {
         str(file.relative_to(directory)): os.readlink(file) if file.is_symlink() else file.read_bytes()
         for file in directory.rglob("*")  # does not follow links to directories

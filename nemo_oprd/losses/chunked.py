@@ -1,9 +1,9 @@
 """The output losses on hidden states: the product with the head, the divergence and both gradients, chunk by chunk.
 
-A pipeline's last stage calls these functions in its backward pass, once per microbatch. No tensor with a vocabulary
-dimension has more rows than one chunk of `chunk_tokens`; `divergences.py` says which tensors of a chunk are alive at a
-time. Matrix products read their factors in the factors' own dtype (bfloat16 in bf16 runs, where the gradients of logits
-are rounded to bfloat16, as in any backward pass of a head) and accumulate in float32.
+A pipeline's last stage computes the losses in its backward pass, once per microbatch. Logits exist for one chunk of
+`chunk_tokens` rows only; `divergences.py` says which tensors of a chunk are alive at a time, and a cap adds one. Matrix
+products read their factors in the factors' own dtype (bfloat16 in bf16 runs, where the gradients of logits are rounded
+to bfloat16, as in any backward pass of a head) and accumulate in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nemo_oprd.losses.vocab_parallel import (
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """The teacher before its head: hidden states [N, D_T] of the student's rows and this rank's shard of its head.
+    """The teacher before its head: hidden states [N, D_T] for the student's rows, and this rank's shard of the head.
 
     The shards of both models cover the same ids; widths, dtypes, caps, scales and biases of the two models may differ.
     """
@@ -47,13 +47,13 @@ Teacher: TypeAlias = "TeacherStates | torch.Tensor"
 
 @dataclass(frozen=True)
 class OutputSums:
-    """Float64 scalars on the rows' device, the same on every tensor-parallel rank.
+    """Float64 sums over N rows, and values per row [N]; on the rows' device, the same on every tensor-parallel rank.
 
     `loss` is sum_n weight_n value_n. `metrics` (named as in `OutputRows`) are plain sums over the rows, and `rows` is
-    the number of rows: sum both over the data-parallel ranks before dividing. Without rows, the same metrics are 0.
-    Those of `SUPPORT_METRICS` are sums over `support_rows` rows.
-    `student_logprob` [N] is the student's log-probability of each row's token, `sampler_logprob` [N] the one among the
-    ids that can be sampled (None without a correction), `per_row` [N] each row's part of `loss`.
+    the number of rows: sum both over the data-parallel ranks before dividing. Without rows, all metrics exist and are
+    0. Those of `SUPPORT_METRICS` are sums over `support_rows` rows.
+    `student_logprob` [N] is the student's log-probability of each row's token, `sampler_logprob` [N] the same
+    renormalized over the ids that can be sampled (None without a correction), `per_row` [N] each row's part of `loss`.
     `kept` has the metrics that the caller asked for per row, name -> [N].
     """
 
@@ -116,7 +116,7 @@ def chunked_output_loss(
         keep: metrics to return per row, where the loss has them.
 
     Raises:
-        ValueError: `head_grad` has a lower precision than the accumulation, or chunk_tokens < 1.
+        ValueError: as `output_rows`, the dtype of `head_grad` is not that of the accumulation, or chunk_tokens < 1.
     """
     dtype = compute_dtype(hidden_ND)
     if not train_head:
@@ -179,10 +179,10 @@ def chunked_logprob(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each row's token and entropy of the row's distribution, both [N], the same on every rank.
+    """Log-probability of each row's token and entropy of the row's distribution, both [N], equal on all tensor ranks.
 
-    A teacher sends these two numbers per token for sampled_token. A student records the log-probabilities of the tokens
-    that it sampled.
+    A teacher sends these two numbers per token for sampled_token. The sampling check needs the student's
+    log-probabilities only.
     """
     logprob_N = torch.zeros(len(hidden_ND), dtype=compute_dtype(hidden_ND), device=hidden_ND.device)
     entropy_N = torch.zeros_like(logprob_N)
@@ -213,8 +213,8 @@ def _rows(
     support_rows: torch.Tensor | None,
     with_grad: bool,
 ) -> OutputRows:
-    """`output_rows` of one chunk, with the gradient of the product with the head. `recorded`: old_logprob_N,
-    old_sampler_logprob_N, engine_logprob_N.
+    """`output_rows` of one chunk; `grad_logits` is with respect to the product with the head, before the cap.
+    `recorded`: old_logprob_N, old_sampler_logprob_N, engine_logprob_N.
 
     Logits are computed for real ids only, so they have no padding columns.
     """
@@ -280,7 +280,7 @@ class _SupportRows:
         return _SupportRows(rows, pinned.to(device, non_blocking=True), len(rows))
 
     def within(self, chunk: slice) -> torch.Tensor | None:
-        """Those of a chunk, counted from its first row. The host's copy says where they are, without a wait."""
+        """The rows of a chunk, counted from its first row; None: all. The host finds them without waiting."""
         if self.host is None or self.device is None:
             return None
         first, last = np.searchsorted(self.host, [chunk.start, chunk.stop]).tolist()
@@ -288,7 +288,7 @@ class _SupportRows:
 
 
 class _Accumulator:
-    """Sums the results of the chunks in float64; `support_rows` is their number of rows with top sets."""
+    """Sums the results of the chunks in float64; `support_rows`: the number of rows in which top sets are searched."""
 
     def __init__(self, weight_N: torch.Tensor, keep: Sequence[str], support_rows: int) -> None:
         self._support_rows = support_rows
@@ -344,15 +344,15 @@ def sampling_logprob(
 ) -> torch.Tensor:
     """Log-probability [N] of each row's token, the same on every tensor-parallel rank; float32 (float64 for float64).
 
-    At temperature 0, where sampling takes the most probable id, it is that of the distribution at temperature 1.
+    At temperature 0, where sampling takes the most probable id, the distribution is that of temperature 1 and top_p 1.
 
     Args:
         hidden_ND: the student's rows after the final norm, the same on every tensor-parallel rank.
         head_VD: this rank's shard [size, D] of the head.
-        shard: the ids of the shard: those below its `vocab_size` without its `gaps` can be sampled.
-        top_p: below 1, the distribution of the most probable ids whose probabilities reach `top_p`. A token outside is
-            counted as one of them: rounding decides about the last one.
-        chunk_tokens: rows of a chunk without a nucleus.
+        shard: its ids below `vocab_size` that are not in `gaps` can be sampled.
+        top_p: below 1, the fewest most probable ids whose probabilities reach `top_p` (the nucleus) are renormalized. A
+            token outside is counted as one of them, because rounding may have excluded it.
+        chunk_tokens: rows of a chunk at temperature 0 or top_p 1; with a nucleus, `NUCLEUS_ROWS` are taken instead.
     """
     if temperature == 0 or top_p == 1:
         arguments = hidden_ND, head_VD, tokens_N, shard

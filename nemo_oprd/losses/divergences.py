@@ -52,8 +52,8 @@ SUPPORT_METRICS = ("overlap", "student_mass", "teacher_mass", "empty_support")
 class OutputRows:
     """Results for c rows: the loss `value` [c], `grad_logits` [c, V] = d value / d raw student logits (None if the
     gradient was not asked for) and `metrics` [c] each. `grad_logits` has this rank's columns; value and metrics are the
-    same on every tensor-parallel rank. `sampler_logprob` [c] is the student's log-probability of the sampled token
-    among the ids that can be sampled; None without a correction.
+    same on every tensor-parallel rank. `sampler_logprob` [c] is the student's log-probability of the sampled token,
+    renormalized over the ids that can be sampled; None without a correction.
 
     Metrics: student_logprob, teacher_logprob (of the sampled token), student_entropy (nats); with the teacher's
     distribution also teacher_entropy, reverse_kl; with `k` also overlap (share of ids that the two top sets have in
@@ -84,18 +84,18 @@ class Support:
 class Chunk:
     """The input of a divergence: c rows, this rank's V real ids, models at the loss's temperature.
 
-    A divergence overwrites `p_CV`, the student's probabilities, with its gradient; the other [c, V] tensors are free to
-    be overwritten, too.
+    A divergence overwrites `p_CV`, the student's probabilities, with its gradient; it may overwrite the other [c, V]
+    tensors, too.
 
     Attributes:
         q_CV, log_ratio_CV: the teacher's probabilities, and d = log p - log q; None where only the teacher's
             log-probabilities of the sampled tokens are known.
-        mean_ratio_p_C, mean_ratio_q_C: sum p d and sum q d over the whole vocabulary, all ranks included; None with
-            `log_ratio_CV`.
+        mean_ratio_p_C, mean_ratio_q_C: sum p d and sum q d over the whole vocabulary, all ranks included; None if
+            `log_ratio_CV` is None.
         tokens_C: the sampled tokens; `student_logprob_C` and `teacher_logprob_C` are their log-probabilities.
-        old_logprob_C: the same under the policy that sampled them, None where the student is that policy.
-        sampler_logprob_C: the same under that policy among the ids that can be sampled, and
-        engine_logprob_C: this as the engine that sampled them computed it; both None without a correction.
+        old_logprob_C: their log-probabilities under the policy that sampled them; None if the student is that policy.
+        sampler_logprob_C, engine_logprob_C: their log-probabilities among the ids that can be sampled, from that
+            policy's weights, as the trainer and as the engine compute them; None without a correction.
     """
 
     shard: VocabShard
@@ -158,15 +158,15 @@ def output_rows(
             `teacher_logprob_C`, the teacher's log-probabilities of the sampled tokens at the loss's temperature.
         old_logprob_C: log-probabilities of the sampled tokens under the policy that sampled them, at the loss's
             temperature. None means that the student is that policy, as in the first update after a rollout.
-        old_sampler_logprob_C: the same among the ids that can be sampled.
-        engine_logprob_C: the same in the distribution that the engine sampled from. Like the one before, it is read
-            with a correction only.
+        old_sampler_logprob_C: `old_logprob_C`, renormalized over the ids that can be sampled.
+        engine_logprob_C: log-probabilities of the sampled tokens in the distribution that the engine sampled from. It
+            and `old_sampler_logprob_C` are read with a correction only.
         support_rows: int64 [m], ascending: the rows in which the top sets are searched, for metrics alone. None: all.
         with_grad: False leaves out the gradient.
 
     Raises:
-        ValueError: the teacher's distribution or the engine's log-probabilities are needed and not given, or the loss
-            needs the top sets of all rows.
+        ValueError: the teacher's distribution or the engine's log-probabilities are needed and not given, or
+            `support_rows` are given and the loss needs the top sets of all rows.
     """
     _check_given(loss, teacher_logits_CV, teacher_logprob_C, engine_logprob_C, support_rows)
     # each tensor holds logits, then log-probabilities, then probabilities; the student's ends as the gradient
@@ -204,7 +204,7 @@ def output_rows(
 
 
 def _among_sampled(logprob_C: torch.Tensor, p_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """Log-probabilities [c] among the ids that can be sampled, from those among all ids."""
+    """Renormalizes log-probabilities [c] over the ids that can be sampled; `p_CV` are the probabilities of all ids."""
     return logprob_C - log_sampled_mass(p_CV, shard) if shard.unsampled else logprob_C
 
 
@@ -346,7 +346,7 @@ def _find_support(
 
 
 def _top_sets(logits_CV: torch.Tensor, k: int, shard: VocabShard, rows: torch.Tensor | None) -> torch.Tensor:
-    """`top_k_ids` of all rows, or of `rows`; the others have id 0 in every place."""
+    """`top_k_ids` of all rows, or of `rows`; the other rows have id 0 in every column."""
     if rows is None or len(rows) == len(logits_CV):
         return top_k_ids(logits_CV, k, shard)
     found_CK = torch.zeros(len(logits_CV), min(k, shard.count), dtype=torch.int64, device=logits_CV.device)

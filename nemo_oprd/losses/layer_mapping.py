@@ -33,7 +33,7 @@ def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str 
             weights of some layers by number, where the other layers have 1; None gives every layer 1.
 
     Raises:
-        ValueError: another number of weights than of supervised layers, or a layer that is not supervised.
+        ValueError: a list `given` is not as long as the supervised layers, or a layer in `given` is not supervised.
     """
     supervised = supervised_layers(layers, num_layers)
     if given is None:
@@ -80,8 +80,8 @@ def layer_pairs(
 
 
 def check_norms_match(pairs: dict[int, int], student_depth: int, teacher_depth: int) -> None:
-    """Raises ValueError if a state after the final norm, as each model's last one is, would be compared with one
-    before it; `pairs` are student layer -> teacher layer."""
+    """Raises ValueError if `pairs` (student layer -> teacher layer) compare the last state of one model, which is taken
+    after the final norm, with an earlier state of the other model."""
     for student, teacher in pairs.items():
         if (student == student_depth) != (teacher == teacher_depth):
             last, other = ("student", "teacher") if student == student_depth else ("teacher", "student")

@@ -28,7 +28,7 @@ CORRECTIONS = ("truncate", "mask")
 
 
 def check_range(low: float, high: float) -> None:
-    """Raises ValueError for a range of ratios that does not hold 1 or is a single number."""
+    """Raises ValueError unless 0 <= low <= 1 <= high and low < high, where `low` and `high` bound a range of ratios."""
     if not (0 <= low <= 1 <= high and low < high):
         raise ValueError(
             f"rollout.correction_range=[{low}, {high}]: expected [low, high] with 0 <= low <= 1 <= high and low below "
@@ -44,7 +44,7 @@ class Correction:
     the variance at the price of a bias, which is 0 where no ratio is outside the range.
 
     Raises:
-        ValueError: an unknown mode, or a range that does not hold 1 or is a single number.
+        ValueError: an unknown mode, or a range that `check_range` rejects.
     """
 
     mode: str
@@ -64,7 +64,7 @@ class Correction:
         Args:
             trainer_logprob_C: [c], log-probabilities of the sampled tokens that the trainer computes from the weights
                 that sampled them.
-            engine_logprob_C: [c], the same in the distribution that the engine sampled from, in any precision.
+            engine_logprob_C: [c], their log-probabilities in the distribution that the engine sampled from, any dtype.
 
         Returns: two tensors [c] in the dtype of `trainer_logprob_C`.
         """

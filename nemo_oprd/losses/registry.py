@@ -49,9 +49,9 @@ class DivergenceEntry:
 
     `from_samples`: it estimates an expectation from the sampled tokens, so that the teacher's log-probabilities of
     these suffice, the tokens must be the student's, and their weights can be corrected and clipped; otherwise it needs
-    the teacher's logits. `needs_support`: the top sets of `OutputLoss.k` ids. `live_tensors`: tensors [c, V] of a chunk
-    that are alive at a time, slabs of `SLAB` columns beside them, and how many whole tensors the slabs of a narrow
-    vocabulary make at most (`python -m benchmarks.live_bytes` counts them, for `plan`).
+    the teacher's logits. `needs_support`: it needs the top sets of `OutputLoss.k` ids. `live_tensors`, for `plan`: the
+    tensors [c, V] of a chunk that are alive at a time, the slabs of `SLAB` columns beside them, and an upper bound of
+    the slabs' size in tensors [c, V], for a narrow vocabulary (`python -m benchmarks.live_bytes` counts the bytes).
     """
 
     path: str
@@ -88,7 +88,7 @@ _TRIAL_TOLERANCE = 1e-4
 
 
 def check_row_loss(kind: str, kind_args: Mapping[str, Any]) -> None:
-    """Checks `loss.representation` by itself, without an import.
+    """Checks the names in `loss.representation` without importing the function.
 
     Raises:
         ValueError: `kind` is neither a built-in loss nor MODULE:FUNCTION, or a built-in one has no such argument.
@@ -121,8 +121,8 @@ def resolve_row_loss(
             mistake ends the run before models are loaded; None leaves the trial out.
 
     Raises:
-        ValueError: there is no such function, its signature is another one, or its result is not one differentiable
-            value per row.
+        ValueError: there is no such function, it cannot be called with `kind_args`, it changes the teacher's rows, or
+            its result is not one differentiable value per row, which depends on that row alone.
     """
     check_row_loss(kind, kind_args)
     function = _import(ROW_LOSSES[kind].path if kind in ROW_LOSSES else kind)

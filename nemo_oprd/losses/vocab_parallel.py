@@ -31,9 +31,9 @@ class VocabShard:
     """This rank's columns: ids `start` to `start + size - 1` of the padded vocabulary. Ids below `vocab_size` are real.
 
     `group` is the tensor-parallel group, or None if there is no other rank. The shards cover the vocabulary without
-    overlap; a shard may consist of padding only. `cap` bounds the logits of the model whose head it is, see `cap_`.
-    The loss leaves out the ids in `gaps`, which are below `vocab_size`. Those in `unsampled` it has, but the engine
-    that samples the tokens has not: a correction alone reads them.
+    overlap; a shard may consist of padding only. `cap` bounds the logits of the model that owns the head, see `cap_`.
+    The loss leaves out the ids in `gaps`, which are below `vocab_size`. The ids in `unsampled` are part of the loss,
+    but the engine never samples them; only a correction reads `unsampled`.
 
     >>> VocabShard(start=48, size=16, vocab_size=61, group=None).real
     13
@@ -286,8 +286,8 @@ def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
 def first_of_equal(logits_CV: torch.Tensor, values_CK: torch.Tensor, columns_CK: torch.Tensor) -> torch.Tensor:
     """The columns [c, k] of `logits_CV.topk(k)`'s values, where of equal values the first columns are taken.
 
-    `topk` returns the right values, but any of the columns that hold the smallest one of them. These are found again,
-    in the order of columns. No number is read back: how many there are is known on the device alone.
+    `topk` returns the right values, but of the columns that hold the smallest of them, it returns any. These columns
+    are searched again, in ascending order. Nothing is read back to the host: only the device knows their number.
     """
     k, none = values_CK.shape[1], logits_CV.shape[1]
     smallest_C1 = values_CK[:, -1:]

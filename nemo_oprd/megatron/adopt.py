@@ -1,9 +1,9 @@
-"""Makes models that another program has built observable, in place: `adopt` for models, `observed` for microbatches.
+"""Makes models of another program observable: `adopt` changes a model in place, `observed` prepares a microbatch.
 
 A built layer can't be exchanged for a layer of another class: its parameters are already in the gradient buffers of
-Megatron's DDP, in optimizers and in checkpoints' names. `adopt` therefore changes the class of the objects and leaves
-all their state as it is. The new class is the old one with `ObservedLayer` before it, so whatever the old class does is
-still done. Forward hooks would not do: see `megatron/observed_layer.py`.
+Megatron's DDP and in optimizers, and checkpoints have their names. `adopt` therefore changes the class of the objects,
+and leaves parameters, buffers and hooks as they are. The new class is the old one with `ObservedLayer` before it, so
+whatever the old class does is still done. Forward hooks would not work: see `megatron/observed_layer.py`.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class SDPAttention(MegatronModule):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
 
     def _attend_last(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As `_attend`, of fewer queries than keys, which are those of the last tokens."""
+        """Attends like `_attend`, for fewer queries than keys: the queries of the last tokens."""
         from torch.nn.attention.bias import causal_lower_right  # takes half a second: it imports torch's compiler
 
         k, v = _repeated(k, q), _repeated(v, q)
@@ -246,7 +246,7 @@ class CappedAttention(SDPAttention):
         return self._attend_last(q, k, v)
 
     def _attend_last(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As `SDPAttention`; the numbers of queries and keys may be equal."""
+        """Attends like `SDPAttention._attend_last`; there may also be as many queries as keys."""
         before = k.shape[2] - q.shape[2]
         parts = []
         for start in range(0, q.shape[2], QUERIES):

@@ -10,16 +10,16 @@ Kinds of change; what has a table is listed below:
   module asks for a CUDA device.
 - `FUNCTIONS_COMPARING_TYPE_NAMES`: CUDA type names among a function's constants become CPU type names.
 - Megatron's exchange of tokens between experts gets the sizes of its parts as numpy arrays, as it would from a GPU.
-- Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, also where it has found those of
-  Transformer Engine or Apex, which look for a driver: a login node has a GPU's packages.
+- Megatron's optimizer takes torch's AdamW and its own functions on lists of tensors, even where it has found those of
+  Transformer Engine or Apex, which need a driver: a login node has the packages for GPUs, but no GPU.
 - Where Megatron takes `torch.optim.AdamW`, it gets a subclass that does not import the compiler.
-- Megatron's linear layers add the gradient of a weight to the buffer by torch, where a GPU's would do it by Apex; its
-  embeddings can, see `add_rows_to_buffer`.
+- Megatron's linear layers add weight gradients to the gradient buffer by torch, as they do by Apex on a GPU; embeddings
+  can do so, too (`add_rows_to_buffer`).
 - The two functions of `megatron.core.tensor_parallel.random` through which the RNG tracker and activation checkpointing
   read and write the state of the CUDA generator use the CPU generator.
 
-Nothing is changed where CUDA is available: `install()` raises an error there. `import_uncompiled()` only saves
-time: without the compiler where torch sees no GPU, and without collecting garbage everywhere.
+Nothing is changed where CUDA is available: `install()` raises an error there. `import_uncompiled()` only saves time:
+it imports without garbage collection, and, where torch sees no GPU, without the compiler.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 class _WeightGradients:
-    """Apex's extension of the same name adds the gradient of a linear layer's weight to a buffer in one kernel."""
+    """Stands in for Apex's extension that adds the gradient of a linear layer's weight to a buffer in one kernel."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs_ND: torch.Tensor, grads_NF: torch.Tensor, buffer_FD: torch.Tensor) -> None:
@@ -182,14 +182,14 @@ class _WeightGradients:
 
 
 def _unread_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """Stands for a gradient that is in the buffer already. Transformer Engine's is on the GPU."""
+    """Returns a CPU stand-in for a gradient that is already in the buffer; Transformer Engine's is on a GPU."""
     return torch.zeros(shape, dtype=dtype) if zero else torch.empty(shape, dtype=dtype)
 
 
 class _RowsIntoBuffer(torch.autograd.Function):
     """Rows of an embedding, whose gradients are added to the rows of the weight's buffer.
 
-    Autograd gets no gradient of the weight, so that what other uses of it give is added as ever.
+    Autograd gets no gradient of the weight from here, and adds those from other uses of the weight as usual.
     """
 
     @staticmethod
@@ -249,11 +249,11 @@ class _Optimizers(types.ModuleType):
 
 
 def add_rows_to_buffer(chunk: torch.nn.Module) -> None:
-    """From now on the embeddings of a chunk under Megatron's DDP add their gradients to the rows of its buffer.
+    """Makes the embeddings of a chunk in Megatron's DDP add gradients to the rows of DDP's buffer that tokens use.
 
-    Otherwise a gradient of the whole vocabulary would be made for each microbatch, and added to the buffer. DDP must
-    not overlap the reduction with the backward pass: it would expect a gradient from autograd. Nothing is changed
-    unless this process is patched and the buffer has the weights' dtype.
+    Otherwise autograd would make a gradient of the whole vocabulary for each microbatch and add it to the buffer. DDP
+    must not overlap the reduction with the backward pass: it would expect a gradient from autograd. Nothing changes
+    unless `install` has patched this process and the buffer has the weights' dtype (float32 models).
     """
     for module in chunk.modules() if _installed else ():
         if isinstance(module, importlib.import_module("megatron.core.tensor_parallel.layers").VocabParallelEmbedding):
@@ -290,13 +290,13 @@ def take_torch_optimizer() -> None:
 
 
 def import_uncompiled() -> None:
-    """Imports Megatron-core; where there is no GPU, `torch.compile` is the identity during the import.
+    """Imports Megatron-core without garbage collection, and, if torch can see no GPU, without torch's compiler.
 
     Megatron decorates its fused functions, which this project does not use, with `torch.compile`. The decorator imports
-    the compiler, which takes a quarter of a process's start-up time.
+    the compiler, which takes a quarter of a process's start-up time, so it is replaced by the identity meanwhile.
 
-    The collector of cyclic garbage waits meanwhile, and skips afterwards what is alive then, which are imported modules
-    above all: they do not become garbage, and a full collection, also one between two updates, would look through them.
+    Later collections skip what is alive after the import. These are mostly imported modules, which never become
+    garbage; otherwise every full collection, even one between two updates, would look through them.
     """
     compile_, collects = torch.compile, gc.isenabled()
     if not _may_have_gpu():
@@ -312,7 +312,7 @@ def import_uncompiled() -> None:
 
 
 def _may_have_gpu() -> bool:
-    """Whether torch may see a GPU. It does not initialise the driver, because such a process can't be forked."""
+    """Returns whether torch may see a GPU. Does not initialise the driver, because the process could not fork then."""
     if torch.version.cuda is None:
         return torch.version.hip is not None
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # asks the management library

@@ -31,7 +31,7 @@ _COMPILED = ("_apply_gated_norm", "_prepare_input_for_gated_delta_rule", "_compu
 
 
 def l2norm(states: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> the same, of length 1."""
+    """[..., K] -> vectors [..., K] of length 1, in the same dtype."""
     wide = _wide(states)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(states.dtype)
 
@@ -46,11 +46,11 @@ def causal_convolution(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """A convolution over time of each channel by itself, then SiLU; a sequence begins with zeros.
+    """Convolves each channel separately over time, then applies SiLU; zeros precede every sequence.
 
     Args:
         x: [1, S, C].
-        weight: [C, W], of which the last column is of the token itself.
+        weight: [C, W]; the last column is for the token itself.
         cu_seqlens: int [sequences + 1], the bounds of the sequences of a pack; None: there is one.
 
     Returns:
@@ -166,7 +166,7 @@ def delta_net_kernels() -> str:
 
 
 def use_torch_kernels() -> None:
-    """Puts this module's functions where Megatron's gated delta net has FLA's; nothing if FLA can be used."""
+    """Puts this module's functions in the place of FLA's in Megatron's gated delta net, unless FLA can be used."""
     if delta_net_kernels() == FLA:
         return
     common, layer = _module("common"), _module("gdn")

@@ -53,7 +53,7 @@ def route(
     bias: torch.Tensor | None = None,
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [N, E] -> (weights [N, K] in their dtype, experts int64 [N, K]), as transformers' models.
+    """Logits [N, E] -> (weights [N, K] in their dtype, experts int64 [N, K]), as in transformers' models.
 
     Args:
         rule: how experts are chosen and weighed.
@@ -79,7 +79,7 @@ def route(
 
 
 def _in_best_groups(preferred: torch.Tensor, rule: Experts) -> torch.Tensor:
-    """Scores [N, E], -inf for experts outside the groups of which `rule` chooses."""
+    """Returns the scores [N, E], with -inf for experts outside the groups from which `rule` chooses."""
     if rule.groups == 1:
         return preferred
     grouped = preferred.unflatten(-1, (rule.groups, -1))
@@ -89,7 +89,7 @@ def _in_best_groups(preferred: torch.Tensor, rule: Experts) -> torch.Tensor:
 
 
 class _Float32Product(torch.autograd.Function):
-    """input [.., D] times weight [E, D] transposed, in float32; it keeps both for the backward pass as they are."""
+    """Multiplies input [.., D] by weight [E, D] transposed, in float32; keeps both for backward in their own dtypes."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class _Float32Product(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """Megatron's router with the routing of the HF models; see the module's text."""
+    """Megatron's router with the routing of the HF models; see the module's docstring."""
 
     # of the microbatch; the layer around this module sets it for each pass
     routes: Routes | None = None
@@ -118,7 +118,7 @@ class Router(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[S, B, D] -> logits [S, B, E]. Megatron's method would multiply float32 in TF32 with Transformer Engine.
 
-        With `moe_router_dtype` fp32 the product is computed in float32, and the weights of the experts stay in it.
+        With `moe_router_dtype` fp32 the product is computed in float32, and the experts' weights stay in float32.
         """
         bias = getattr(self, "bias", None)
         if self.config.moe_router_dtype == "fp32":
@@ -158,14 +158,14 @@ class PaddedAllGather(MoEAllGatherTokenDispatcher):
     """Gathers all tokens of the expert-parallel ranks on each of them, with padding up to the largest number of tokens.
 
     Megatron's dispatcher needs equal numbers; packs and sequence-parallel parts of different data ranks differ. Every
-    rank knows the largest one from the plan of the batch, so no layer asks the other ranks.
+    rank knows the largest number from the plan of the batch, so no layer asks the other ranks.
     """
 
     # tokens of the microbatch on the rank that has most of them; the layer around this module sets it for each pass
     most_tokens: int | None = None
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, D], [N, E] -> the same of all ranks of the group, each padded to the largest N; padding goes nowhere."""
+        """[N, D], [N, E] -> the rows of all ranks of the group, each padded to the largest N; padding has no expert."""
         if self.tp_size * self.ep_size == 1:
             return hidden_states, probs
         self._tokens = len(hidden_states)
@@ -207,9 +207,9 @@ def use_routing_of(chunk: torch.nn.Module, experts: Experts, kind: type[Router] 
 def release_weights_after_forward(chunk: torch.nn.Module) -> None:
     """Makes the dispatchers of a built model forget a pass when it ends: the experts' weights, and the tokens' places.
 
-    They would keep them until the next pass. Where a layer is computed again in the backward pass, the weights lead to
-    the layer's input and its gradient, which would then stay in memory for every layer until the next step. The places
-    of tokens are two numbers per token and expert, in a teacher's layers, too.
+    Dispatchers would keep both until the next pass. Where a layer is computed again in the backward pass, the weights
+    lead to its input and the input's gradient, which would then stay in memory for every layer until the next step. The
+    places of tokens are two numbers per token and expert, in a teacher's layers, too.
     """
     for module in chunk.modules():  # the layers, of which Gemma 4's do not call their experts as a module
         if isinstance(getattr(module, "mlp", None), MoELayer):

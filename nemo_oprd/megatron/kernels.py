@@ -18,8 +18,8 @@ APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 def apex_accumulates(dtype: torch.dtype) -> bool:
     """True if Megatron's local layers add weight gradients to the float32 buffer inside the matrix product, by Apex.
 
-    Not for float32: Apex is found on GPUs, whose float32 runs are for comparisons and add separately, with or without
-    it. Without CUDA, `accumulate_in_products` decides.
+    Not for float32: float32 runs on GPUs are for comparisons, and add separately whether Apex is installed or not.
+    Without CUDA, `accumulate_in_products` decides.
     """
     return dtype != torch.float32 and importlib.util.find_spec(APEX_ACCUMULATION) is not None
 
@@ -28,8 +28,7 @@ def accumulate_in_products(chunks: list[Any]) -> None:
     """Makes the layers of a trained model add weight gradients to the buffer inside the product, where they can.
 
     Those of Transformer Engine can, and Megatron's own in float32 without CUDA (`cpu_patches`). Megatron's setting
-    `gradient_accumulation_fusion` would do it, too, but it also asks Apex of the LM head's layer, which here is never
-    run.
+    `gradient_accumulation_fusion` would do it, too, but it demands Apex for the LM head's layer, which never runs here.
     """
     for chunk in chunks:
         for module in chunk.modules():

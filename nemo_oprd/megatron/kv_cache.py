@@ -23,7 +23,7 @@ class KVCache:
         mask: [B, 1, 1, used] in the states' dtype, 0 where a token may attend and -inf elsewhere; None while
             right-padded prompts are prefilled from position 0, which is plain causal attention.
         used: number of positions that attention reads, at least those that are filled in the longest sequence.
-        rows: int64 [B, 1], 0 to B - 1; None as `mask`.
+        rows: int64 [B, 1], 0 to B - 1; None where `mask` is None.
         lengths: int64 [B], number of tokens of each sequence so far, including those of the current call.
     """
 

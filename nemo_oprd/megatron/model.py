@@ -1,4 +1,4 @@
-"""`ModelSpec` and role -> Megatron model chunks: config, layer spec and the GPTModel that is trained.
+"""Builds Megatron model chunks from a `ModelSpec` and a role: their config, layer spec and `GPTModel`.
 
 The model's forward returns hidden states; the LM head runs only in `logits` (generation) and in the output-space
 losses. Layers are either Transformer Engine's or Megatron's local layers with this project's RMSNorm and SDPA
@@ -87,7 +87,7 @@ def layer_backend(dtype: torch.dtype) -> str:
 
 
 def lacks_transformer_engine(dtype: torch.dtype) -> str | None:
-    """A line if this process has a GPU and weights of `dtype`, and no Transformer Engine; None if that is intended."""
+    """Returns a warning if layers of `dtype` on a GPU lack Transformer Engine and nobody asked for that; else None."""
     on_gpu = torch.cuda.is_available() and dtype != torch.float32
     if not on_gpu or os.environ.get(LAYERS_VARIABLE) or importlib.util.find_spec("transformer_engine") is not None:
         return None
@@ -127,7 +127,7 @@ def _with_bias(row_parallel: type) -> type:
 
 
 class NotBuilt(MegatronModule):
-    """Placeholder without weights for a layer that a role does not need (a teacher's above the deepest supervised)."""
+    """Placeholder without weights for a layer that a role does not need: a teacher's above the supervised ones."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int = 1, pg_collection: Any = None, vp_stage: int | None = None
@@ -213,7 +213,7 @@ class ModelStage:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Megatron's sharded state dict without the norms' extra states: loading fails if a checkpoint lacks a key."""
+        """Returns Megatron's sharded state dict without the norms' extra states, which checkpoints may lack."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         return {key: value for key, value in state.items() if not key.endswith(_NORM_EXTRA_STATE)}
 
@@ -364,16 +364,16 @@ def _layer_specs(spec: ModelSpec, backend: str, numbers: Sequence[int], depth: i
 def mark_parameters(chunks: list[DistillingModel], spec: ModelSpec) -> None:
     """Marks the parameters that are split over tensor ranks, and those of experts.
 
-    The gradient norm counts a parameter that is not split once. Megatron sets these marks when it draws random weights,
-    which is turned off.
+    The gradient norm counts a parameter only once if it is not split. Megatron sets these marks when it draws random
+    weights, which is turned off.
     """
     mappings = mappings_by_name(spec)
     for name, parameter in named_parameters(chunks).items():
         if name in mappings and mappings[name].expert is not None:
-            # Megatron does so only if experts are split; but also whole ones are summed over another group of ranks
+            # Megatron does so only for split experts; but gradients of whole ones are summed over another group, too
             parameter.allreduce = False  # type: ignore[attr-defined]
-            # Megatron marks the biases of Transformer Engine's experts so if it makes them on CPUs: their gradients
-            # would be added over tensor ranks once more than over the ranks that hold copies
+            # Megatron sets this mark on biases of Transformer Engine's experts that it makes on CPUs: their gradients
+            # would be summed over tensor ranks after the sum over the ranks that hold copies
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
         axis = mappings[name].form.axis if name in mappings else 0  # a tied head's copy of the embedding
         # Megatron has already marked the biases of column-parallel layers

@@ -117,7 +117,7 @@ class ChunkSpan:
 
 
 def chunk_spans(spec: ModelSpec, role: Role) -> Iterator[ChunkSpan]:
-    """The chunks of this rank of a role, in order."""
+    """Yields the model chunks that this rank holds for a role, in the order of their layers."""
     layout, pipeline = role.layout, role.member_coords.pipeline
     for chunk in range(layout.virtual_pipeline):
         layers = range(1, spec.num_layers + 1)
@@ -130,10 +130,10 @@ def chunk_spans(spec: ModelSpec, role: Role) -> Iterator[ChunkSpan]:
 
 
 def chunk_training(training: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The recompute settings for a chunk of `layers` layers.
+    """Returns `training`, with "uniform" recomputation adapted to a chunk of `layers` layers.
 
-    Under "uniform", the layers recomputed together are the largest divisor of `layers` that is at most the requested
-    number: Megatron would otherwise run past the chunk's end. It changes memory use, never a result.
+    The number of layers recomputed together becomes the largest divisor of `layers` that is at most the requested
+    number, as Megatron would otherwise run past the chunk's end. This changes memory use, never a result.
     """
     if training.get("recompute_method") != "uniform":
         return training

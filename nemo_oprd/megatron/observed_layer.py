@@ -1,7 +1,7 @@
 """The observed transformer layer, which passes its output to the observer of the microbatch.
 
 An `Observer` reads or changes the layers' outputs (the teacher captures hidden states, the student attaches losses). It
-is stored in the `PackedSeqParams` that Megatron passes to every layer, also when Megatron recomputes a layer. Hooks do
+is stored in the `PackedSeqParams` that Megatron passes to every layer, even when Megatron recomputes a layer. Hooks do
 not work: inside a recomputed region they see tensors without gradient. Modules hold no state of a microbatch, so 1F1B
 and interleaved schedules may run microbatches in any order.
 

@@ -1,4 +1,4 @@
-"""DDP, optimizer and learning rate of the student. All three exclude the parameters that no loss reaches."""
+"""DDP, optimizer and learning rate of the student. DDP and optimizer exclude the parameters that no loss reaches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def freeze_unreached(chunks: list[DistillingModel], depth: int, *, final_norm: b
 
 
 def mark_partial(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> None:
-    """Marks the parameters for `make_optimizer` that the loss of all steps does not reach (see `partial_training`)."""
+    """Marks, for `make_optimizer`, the parameters that losses reach in some steps only (see `partial_training`)."""
     for module in _unreached(chunks, depth, final_norm=final_norm, head=head):
         for parameter in module.parameters():
             setattr(parameter, MARK, True)
@@ -98,7 +98,7 @@ def make_optimizer(
 ) -> Any:
     """Megatron's AdamW over the parameters that have gradients; 1-D parameters are not decayed.
 
-    `distributed`: divided over the data-parallel ranks, as the `ddp_chunks` were made.
+    `distributed`: whether its state is divided over the data-parallel ranks, as in `wrap_ddp`.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -132,10 +132,10 @@ def make_optimizer(
 
 
 def step_clipped(optimizer: Any, norm: float, largest: float) -> None:
-    """One step with the gradients that `prepare_grads` has prepared, scaled down to a norm of at most `largest`.
+    """Takes a step with the gradients that `prepare_grads` has prepared, scaled down to a norm of at most `largest`.
 
     Megatron's own `step` measures the norm once more. PyTorch's fused AdamW scales a gradient where it reads it; for
-    the other implementations the gradients are scaled in place before.
+    the other implementations the gradients are scaled in place first.
 
     Args:
         norm: the norm of all gradients, over all ranks.

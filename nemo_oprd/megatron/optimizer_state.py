@@ -49,7 +49,7 @@ def ask_for_saved_form(optimizer: Any, state: dict[Any, Any], saved_keys: Iterab
         saved_keys: the keys of the tensors in the file.
 
     Returns:
-        Whether that is not the form of `optimizer`.
+        Whether that form is another than `optimizer` has, so that `take_other_form` is needed after loading.
     """
     in_file = any(key.startswith(_DISTRIBUTED_WEIGHT) for key in saved_keys)
     if all(is_distributed(part) == in_file for part in optimizer.chained_optimizers):
@@ -61,7 +61,7 @@ def ask_for_saved_form(optimizer: Any, state: dict[Any, Any], saved_keys: Iterab
                     tensor.key = _DISTRIBUTED_WEIGHT + tensor.key.removeprefix(_PLAIN_WEIGHT)
             continue
         for parameter, tensors in zip(_parameters(part), of_part["param_state"].values(), strict=True):
-            if parameter.dtype == torch.float32:  # the file has it as the model's only
+            if parameter.dtype == torch.float32:  # the file holds it among the model's weights only
                 del tensors["param"]
             else:
                 tensors["param"].key = _PLAIN_WEIGHT + tensors["param"].key.removeprefix(_DISTRIBUTED_WEIGHT)
@@ -69,7 +69,7 @@ def ask_for_saved_form(optimizer: Any, state: dict[Any, Any], saved_keys: Iterab
 
 
 def take_other_form(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Changes what was loaded on a request for the other form into the form that `optimizer` loads.
+    """Changes `state`, loaded in the form that `optimizer` does not have, into the form that `optimizer` loads.
 
     The model must have its weights already: a distributed optimizer loads float32 weights from them.
     """
@@ -110,7 +110,7 @@ def place_count(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def _inner_state(part: Any, of_part: dict[str, Any]) -> dict[str, Any]:
-    """The part of a part's state that holds groups and counts."""
+    """Returns the dict that holds groups and counts in `of_part`, the state of `part`."""
     nested = is_distributed(part) or "fp32_from_fp16_params" in of_part
     found: dict[str, Any] = of_part["optimizer"] if nested else of_part
     return found
@@ -152,7 +152,7 @@ def prepare_adam_for_loading(optimizer: Any) -> None:
 
 
 def first_state(parameter: torch.Tensor, *, counted: bool = True) -> dict[str, torch.Tensor]:
-    """The state that AdamW's first step creates for a parameter. `counted`: with a step count, as PyTorch's has one.
+    """Returns the state that AdamW's first step creates for a parameter; `counted`: with the step count of PyTorch's.
 
     The count lies where fused kernels expect it, on the parameter's device.
     """
@@ -187,10 +187,10 @@ def _copy_with_step(part: Any, copy: Any, model_param: torch.nn.Parameter, tenso
 
 
 def _empty_parts(optimizer: Any) -> list[int]:
-    """The parts of Megatron's optimizer that have no parameters on this rank, unless all are so.
+    """Returns the indices of the optimizer's parts without parameters on this rank; none if all parts are empty.
 
-    Experts have a part of their own. A pipeline stage that trains no expert has it, too, and has nothing in it. What is
-    not sharded, such as the number of updates, is saved by rank 0 for all ranks.
+    Experts have a part of their own, which is empty on a pipeline stage that trains no expert. What is not sharded,
+    such as the number of updates, is saved by rank 0 for all ranks.
     """
     parts = optimizer.chained_optimizers
     empty = [i for i, part in enumerate(parts) if not any(group["params"] for group in part.param_groups)]
@@ -224,7 +224,7 @@ def _state_of_empty_part(part: Any, full: Any) -> dict[str, Any]:
 
 
 def _count_in_empty_parts(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Sets the same number in the sharded state of an optimizer that is not distributed: `common_step` of its parts."""
+    """Copies the number of updates (`common_step`) to empty parts in the sharded state of a plain optimizer."""
 
     def inner(i: int) -> Any:
         return state[i].get("optimizer", state[i]).get("state", {})

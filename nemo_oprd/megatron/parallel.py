@@ -32,7 +32,7 @@ CPU_BYTES = 1 << 30
 
 
 def free_bytes(place: torch.device, share: float) -> int:
-    """The bytes that a part of a run may use on a device: on CUDA `share` of the free ones."""
+    """Returns the bytes that a part of a run may use: on CUDA `share` of the free ones, on a CPU `CPU_BYTES`."""
     if place.type != "cuda":
         return CPU_BYTES
     free, _ = torch.cuda.mem_get_info(place)
@@ -88,10 +88,10 @@ def device() -> torch.device:
 
 
 def on_device(values: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """Values in host memory, on this process's device.
+    """Copies values from host memory to this process's device.
 
-    On CUDA they travel from pinned memory, so that the host does not wait: an ordinary copy waits until the device has
-    done everything that was asked of it before.
+    On CUDA they are copied from pinned memory, so that the host does not wait: an ordinary copy waits until the device
+    has finished all earlier work.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     target = device()

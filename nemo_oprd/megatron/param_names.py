@@ -54,7 +54,7 @@ def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter
 
 
 def named_weights(chunks: Sequence[GPTModel]) -> dict[str, Any]:
-    """As `named_parameters`, and the buffers that a checkpoint has: routers' biases, scales of layers."""
+    """Returns `named_parameters`, and the buffers that a checkpoint has: routers' biases, scales of layers."""
     biases = {
         local_name(chunk, name): buffer
         for chunk in chunks

@@ -76,9 +76,9 @@ def make_microbatch(
     *,
     routes: Routes | None = None,
 ) -> Microbatch:
-    """The microbatch of `pack` on this rank; padding tokens have id 0 and are never supervised.
+    """Returns the microbatch of `pack` on this rank; padding tokens have id 0 and are never supervised.
 
-    `routes` is for a model with experts whose layers are computed more than once, observed, or recorded.
+    A model with experts needs `routes` if its layers are computed more than once, or its routers observed or replayed.
     """
     assert role.coords is not None
     ids = np.zeros(pack.total, dtype=np.int64)
@@ -113,7 +113,7 @@ def run_schedule(
     finalize: bool = True,
     force_all_reduce: bool = False,
 ) -> None:
-    """Forward (and backward, with gradient finalisation) over all microbatches of this data-parallel rank.
+    """Runs forward (and backward, with gradient finalisation) over all microbatches of this data-parallel rank.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP where gradients are wanted.

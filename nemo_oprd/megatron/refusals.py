@@ -119,7 +119,7 @@ def check_rope_of(model: Any, spec: ModelSpec) -> None:
 
 
 def _rotated_channels(spec: ModelSpec, *, windowed: bool) -> int:
-    """The channels of a head of layers with or without windows, of which RoPE rotates its share."""
+    """Returns the number of a head's channels, in layers with or without windows, of which RoPE rotates its share."""
     if spec.layer_heads:
         return spec.layer_heads[spec.windowed.index(windowed)].channels
     return spec.rotary_dim

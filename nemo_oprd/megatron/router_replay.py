@@ -56,7 +56,7 @@ class Routes:
         return None if kept is None else kept.long()
 
     def take(self, layer: int) -> torch.Tensor | None:
-        """As `kept`; the experts are then forgotten."""
+        """Returns what `kept` returns, and forgets it."""
         kept = self.kept(layer)
         self._kept.pop(layer, None)
         return kept

@@ -1,7 +1,7 @@
-"""The gated feed-forward block, which keeps the output of its first matrix only.
+"""The gated feed-forward block, whose activation keeps only the first matrix's output for the backward pass.
 
-Autograd would keep of every token the gate's SiLU and, because Megatron adds an offset of zero to it, a copy of the
-value: 5 F numbers with both products and the second matrix's input, where 3 F are enough.
+Autograd would also keep the gate's SiLU and, because Megatron adds an offset of zero to the value, a copy of the value.
+That makes 5 F numbers per token, with both halves of the output and the second matrix's input; 3 F are enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 
 class SwiGLU(torch.autograd.Function):
-    """SiLU(gate) * value of the halves of [..., 2 F] -> [..., F]; the backward pass computes the SiLU again.
+    """[..., 2 F], gate and value, -> SiLU(gate) * value [..., F]; the backward pass computes the SiLU again.
 
     Values and gradients are bit for bit those of autograd.
     """
@@ -51,7 +51,7 @@ class SwiGLUBlock(MLP):
 
 
 def use_swiglu(chunk: torch.nn.Module) -> None:
-    """Makes the blocks of a built model that all tokens visit a `SwiGLUBlock`, where their activation is SwiGLU."""
+    """Turns the MLPs of a built model that all tokens visit into `SwiGLUBlock`s, if their activation is SwiGLU."""
     for module in chunk.modules():
         block: Any = getattr(module, "mlp", None)
         if type(block) is MLP and _is_swiglu(block.config):

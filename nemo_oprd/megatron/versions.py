@@ -46,7 +46,7 @@ _SAID_AT_EVERY_CHECKPOINT = {
 
 
 def batch_on_this_cp_rank(batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Megatron's function of nearly this name: the part of each sequence that belongs to this rank of `group`.
+    """Returns the part of each sequence that is this rank's in `group`, by Megatron's `get_batch_on_this_cp_rank`.
 
     From 0.18 on, the second parameter is `is_hybrid_cp`. A group in its place would be taken for True, and the
     sequences would be divided among the whole world, without an error.
@@ -63,10 +63,10 @@ def batch_on_this_cp_rank(batch: dict[str, Any], group: dist.ProcessGroup) -> di
 
 
 def checkpoint_writer_names() -> tuple[str, str]:
-    """Names in `strategies.filesystem_async`: of the function that makes the queue of results, and of the method of
-    `FileSystemWriterAsync` that starts writers.
+    """Returns two names in `strategies.filesystem_async`: of the function that makes the queue of results, and of the
+    method of `FileSystemWriterAsync` that starts writers.
 
-    0.17 renamed both; its writers are threads, those before are processes. The queue is still served by a process.
+    0.17 renamed both; its writers are threads, earlier ones processes. The queue is still served by a process.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -78,7 +78,7 @@ def checkpoint_writer_names() -> tuple[str, str]:
 def reads_common_state_in_shards() -> bool:
     """Whether Megatron's loader finds the state that all ranks share inside the checkpoint's shards.
 
-    From 0.19 on, it is written there; the loader also understands the file common.pt of the versions before.
+    From 0.19 on, it is written there; the loader also understands the file common.pt of earlier versions.
     """
     from megatron.core import dist_checkpointing
 

@@ -1,7 +1,7 @@
-"""Model families: the Megatron settings of an HF `config.json`, and the names of the weights. Pure tables.
+"""Model families: a model's architecture, read from its HF `config.json`, and the mappings of its weights.
 
-`read_model_spec(path)` is the entry point. A new family is one `Family` (see CONTRIBUTING.md). The caller
-gives families that only Megatron-Bridge has (`find_family` in `run/provider.py`). A `ModelSpec` holds its family.
+`read_model_spec(path)` is the entry point. A new family is one `Family` (see CONTRIBUTING.md). Callers pass families
+that only Megatron-Bridge has (`find_family` in `run/provider.py`). A `ModelSpec` holds its family.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def parse_model_spec(hf_config: dict, source: str = "config.json", family: Family | None = None) -> ModelSpec:
-    """The model that `hf_config` (the contents of a `config.json`) describes, with dequantised weights.
+    """Returns the architecture in `hf_config` (the contents of a `config.json`); quantised weights count as bfloat16.
 
     Args:
         family: one more family that the model may be of, besides `FAMILIES`.
@@ -78,21 +78,21 @@ def _unsupported(model_type: object, source: str) -> str:
 
 
 def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec:
-    """Reads `path/config.json`; `family` as in `parse_model_spec`.
+    """Returns the architecture in `path/config.json`; `family` is as for `parse_model_spec`.
 
     Raises:
-        ValueError: as `parse_model_spec`, or there is no readable config.json.
+        ValueError: as `read_hf_config` and `parse_model_spec`.
     """
     return parse_model_spec(read_hf_config(path), str(Path(path) / "config.json"), family)
 
 
 def read_hf_config(path: str | Path) -> dict:
-    """The contents of `path/config.json`; of a model for text and pictures, `language_model_config` of them.
+    """Returns the language model's config in `path/config.json`, under a name that transformers knows.
 
-    `quantization_config` is also that which only hf_quant_config.json names.
+    If only hf_quant_config.json names a quantisation, `quantization_config` is read from there.
 
     Raises:
-        ValueError: there is no readable config.json, or the directory holds an adapter alone.
+        ValueError: a config file is missing, damaged or contradictory, or the directory holds only an adapter.
     """
     file = Path(path) / "config.json"
     if Path(path).is_file():
@@ -116,10 +116,10 @@ def has_other_name(path: str | Path) -> bool:
 
 
 def transformers_config(path: str | Path) -> Any:
-    """transformers' config of the model in a directory; no code beside the model is run.
+    """Returns transformers' config of the model in a directory; Python files beside the model are not run.
 
     Raises:
-        ValueError: as `read_hf_config`.
+        ValueError: config.json can't be read, or transformers does not know its model type.
     """
     from transformers import AutoConfig  # takes seconds
 
@@ -129,9 +129,9 @@ def transformers_config(path: str | Path) -> Any:
 
 
 def copy_hf_config(source: Path, target: Path) -> None:
-    """Copies config.json into the directory `target`, byte for byte unless the weights in `source` are quantised.
+    """Copies config.json into the directory `target`, for dequantised weights beside it.
 
-    The weights that are written beside it are dequantised. A model under another name gets the known one.
+    It is copied byte for byte, unless `source` is quantised or transformers knows its model under another name.
 
     Raises:
         ValueError: as `read_hf_config`.

@@ -37,9 +37,9 @@ VOCAB_MULTIPLE = 128
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    `score` is the function of a router's logits: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen",
-    whose K experts are those of the largest logits. With `groups` above 1, experts are chosen from the `chosen_groups`
-    groups whose two best experts have the largest sum. A router may add a fixed bias to the scores by which it chooses;
+    `score` is the function of a router's logits: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen"
+    over the K experts with the largest logits. With `groups` above 1, experts are chosen from the `chosen_groups`
+    groups whose two best scores have the largest sum. A router may add a fixed bias to the scores by which it chooses;
     the bias is a tensor of the checkpoint. Only families of Megatron-Bridge have other values than the defaults.
     """
 
@@ -59,18 +59,18 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-latent attention: queries, and keys with values, are projected from narrow states that are normed.
+    """Multi-latent attention: queries are projected from one narrow, normed state, keys and values from another.
 
-    Queries of some models are projected from the layer's input instead.
-    Keys and queries have `rotated` channels with RoPE, which all heads' keys share, and `plain` ones without.
+    Queries of some models are projected from the layer's input instead. Per head, queries and keys have `rotated`
+    channels with RoPE, which all heads' keys share, and `plain` ones without.
     """
 
     query_rank: int  # channels of the queries' narrow state; 0: they have none
-    key_rank: int  # of that of keys and values
+    key_rank: int  # channels of the narrow state of keys and values
     plain: int
     rotated: int
     value: int  # channels of a value
-    norm_eps: float  # of the norms of the narrow states, which in some families is not that of the others
+    norm_eps: float  # of the norms of the narrow states; in some families the model's other norms have another
     scale: float  # multiplies products of queries and keys; some kinds of RoPE change it
 
 
@@ -94,7 +94,7 @@ class DeltaNet:
 class Heads:
     """The key/value heads of a layer's attention, and the channels of its keys (and queries) and values.
 
-    `tied` says whether the values are the keys, each with a norm of its own, so that one projection makes both.
+    `tied` says whether one projection makes both keys and values, which then differ by their norms only.
     """
 
     kv: int
@@ -105,7 +105,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The architecture of one model, independent of any layout. `experts` is None for a model without any.
+    """The architecture of one model, independent of any layout. `experts` is None for a model without experts.
 
     `family` has the weight mappings. `gated` says whether the feed-forward block multiplies two products of its input
     (a gate and a value), `silu` whether the gate's activation is SiLU, without bounds, `norm_bias` whether norms have a
@@ -115,10 +115,10 @@ class ModelSpec:
     model whose layers all have attention; `output_gate` says whether the attention's output is multiplied by a gate per
     channel; `local_rope` is the RoPE of the windowed layers, where it is not `rope`; `post_norms` whether there are
     norms behind attention and feed-forward block, too; `attention_cap` and `output_cap` bound the products of queries
-    and keys, and the logits, by cap * tanh(x / cap); the first one is 0 in a model of a family with bounds that has
-    none. Only families of Megatron-Bridge differ in these. `layer_heads` has the heads of each layer where they differ;
-    `num_kv_heads` is then the smallest number of them. `output_scale` multiplies the logits; only a teacher that
-    servers compute may have another one than 1.
+    and keys, and the logits, by cap * tanh(x / cap); `attention_cap` is 0 in a model without this bound whose family
+    has it. Only families of Megatron-Bridge differ from the defaults of these. `layer_heads` has the heads of each
+    layer where layers differ; `num_kv_heads` is then the smallest number of key/value heads. `output_scale` multiplies
+    the logits; only a teacher that vLLM serves may have a value other than 1.
     """
 
     family: Family = field(compare=False, repr=False)
@@ -164,7 +164,7 @@ class ModelSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """The channels of a head of which RoPE rotates `rope.share`."""
+        """Returns the number of a head's channels to which RoPE applies; it rotates the part `rope.share` of them."""
         return self.head_dim if self.latent is None else self.latent.rotated
 
     def heads(self, layer: int) -> Heads:
@@ -183,9 +183,9 @@ class ModelSpec:
         return -(-self.vocab_size // multiple) * multiple
 
     def check_tensor_parallel(self, size: int, key: str) -> None:
-        """Raises ValueError, naming the configuration `key`, if `size` does not divide the heads and F.
+        """Raises ValueError, naming the configuration `key`, unless `size` divides heads and feed-forward sizes.
 
-        Key/value heads may be fewer than ranks: each is then on `size / num_kv_heads` ranks.
+        Unless layers differ, key/value heads may be fewer than ranks: each is then on `size / num_kv_heads` ranks.
         """
         dense = self.experts is None or not all(self.experts.sparse)
         sizes = {"attention heads": self.num_heads}
@@ -271,7 +271,7 @@ def check_same_width(student: ModelSpec, teacher: ModelSpec) -> None:
 
 
 def concatenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Returns `torch.cat` of the tensors, and imports torch only then."""
+    """Returns `torch.cat` of the tensors; torch is imported here, and not with the module."""
     import torch
 
     return torch.cat(list(tensors), dim)
@@ -287,7 +287,7 @@ class Form:
     axis: int | None = None
 
     def sections(self, spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-        """(Name, rows) of the parts that a Megatron checkpoint holds one by one; empty: it holds one tensor."""
+        """Returns (name, rows) of each part that a Megatron checkpoint stores separately; empty if it stores one."""
         return ()
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
@@ -361,7 +361,7 @@ class GroupedQKV(Form):
     axis = 0
 
     def __init__(self, heads: Heads | None = None) -> None:
-        """`heads`: those of the layers that have this form, where layers differ; None: those of the model."""
+        """Takes the heads of the layers that have this form; None: the model's, which are the same in all layers."""
         self._heads = heads
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
@@ -381,7 +381,7 @@ class GroupedQKV(Form):
 
 
 class TiedGroupedQKV(GroupedQKV):
-    """q, k -> as `GroupedQKV`, with the rows of k for those of v, which nothing reads."""
+    """q, k -> as `GroupedQKV`, with k's rows in the place of v's, too, where nothing reads them."""
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """(q, k) -> interleaved by group."""
@@ -417,7 +417,7 @@ class GateUp(Form):
 
 
 class InterleavedGateUp(GateUp):
-    """One tensor [D, 2F], or [2F] of biases, of which gate has the even columns and up the odd ones -> as `GateUp`."""
+    """One tensor [D, 2F], or biases [2F], whose even columns are gate's and whose odd ones are up's -> as `GateUp`."""
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         """[D, 2F] -> [2F, D]."""
@@ -529,23 +529,23 @@ class Family:
         return before + inner + after
 
     def hf_shape(self, name: str, spec: ModelSpec) -> tuple[int, ...] | None:
-        """The shape of an HF tensor, where the family knows it; None: the sizes in `spec` say it."""
+        """Returns an HF tensor's shape; None if the family does not know it, so the caller derives it from `spec`."""
         return None
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """Fields of Megatron-Bridge's provider, as its run_config.yaml has them; None: as `megatron_bridge_config`."""
+        """Returns Megatron-Bridge's fields for run_config.yaml; None: `megatron_bridge_config` derives them."""
         return None
 
 
 def require(hf_config: dict, key: str, source: str) -> object:
-    """`hf_config[key]`, or a ValueError that names the key and the file."""
+    """Returns `hf_config[key]`; raises a ValueError that names the key and the file if it is missing or null."""
     if hf_config.get(key) is None:
         raise ValueError(f"{source}: key {key!r} is missing; expected the complete config.json of the model")
     return hf_config[key]
 
 
 def positive_integer(hf_config: dict, key: str, source: str) -> int:
-    """`hf_config[key]`, or a ValueError unless there is a positive integer."""
+    """Returns `hf_config[key]`; raises ValueError unless it is a positive integer."""
     value = require(hf_config, key, source)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{source}: {key}={value!r}; expected a positive integer as in the model's source")

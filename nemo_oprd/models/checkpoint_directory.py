@@ -1,8 +1,8 @@
-"""Checks of a torch_dist checkpoint's directory that do not need torch, and the place of its config.json.
+"""Checks the directory of a torch_dist checkpoint, and finds its config.json, both without torch.
 
-A checkpoint is one directory, or it is the one that the tracker file of a directory of checkpoints names, as training
-runs and Megatron-Bridge write them. `megatron/weights/torch_dist.py` reads the tensors. Megatron-core can read
-metadata.json, too, but importing it takes seconds, and a wrong path is reported before that.
+A path leads to one checkpoint, or to a directory of checkpoints, as training runs and Megatron-Bridge write it, whose
+tracker file names one. `megatron/weights/torch_dist.py` reads the tensors. Megatron-core can read metadata.json, too,
+but importing it takes seconds, and a wrong path is reported before that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS = {"sharded_backend", "sharded_backend_version", "common_backend", "common
 
 
 def checkpoint_directory(path: Path) -> Path:
-    """`path` itself, or, if it holds several checkpoints, the one that its tracker file names.
+    """Returns `path`, or the checkpoint in it that its tracker file names, or, without such a file, the only one.
 
     Raises:
         ValueError: the tracker file names no checkpoint there, or there are several checkpoints and no tracker file.
@@ -67,15 +67,15 @@ def check_torch_dist(path: Path) -> None:
 
 
 def hf_directory(path: Path, hf_path: Path | None = None, family: Family | None = None) -> Path:
-    """The directory that holds the config.json and the tokenizer of a torch_dist checkpoint's model.
+    """Returns the directory that holds the config.json and the tokenizer of a torch_dist checkpoint's model.
 
-    Checkpoints of this project have them in `hf`. Those of Megatron-Bridge don't: `hf_path`, whose weights are not
-    read, has them, or a local directory that their run_config.yaml names. `path` is as for `checkpoint_directory`,
-    `family` as for `read_model_spec`.
+    A checkpoint of this project has them in `hf`. For one of Megatron-Bridge they are in `hf_path`, whose weights are
+    not read, or in a local directory that its run_config.yaml names. `path` is as for `checkpoint_directory`, `family`
+    as for `read_model_spec`.
 
     Raises:
-        ValueError: as `checkpoint_directory` and `check_torch_dist`; there is no config.json, or there are two; or
-            run_config.yaml describes another model.
+        ValueError: as `checkpoint_directory` and `check_torch_dist`; there is no config.json; `hf_path` is set although
+            the checkpoint has `hf`; or run_config.yaml describes another model.
     """
     path = checkpoint_directory(path)
     check_torch_dist(path)

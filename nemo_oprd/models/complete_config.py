@@ -1,4 +1,4 @@
-"""The config of a model under the name by which transformers knows it, and completed with transformers' defaults."""
+"""Gives a model's config the name by which transformers knows it, and fills in transformers' defaults."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ LEFT_OUT = (
 
 
 def language_model_config(hf_config: dict, source: str) -> dict:
-    """The config of the language model in a config.json, under a name that transformers knows.
+    """Returns the config of the language model in a config.json, under a name that transformers knows.
 
-    Another model's config is returned as it is.
+    A text model's config changes only if transformers knows the model under another name.
 
     Raises:
         ValueError: there is no language model in it, or the two configs contradict each other.
@@ -94,7 +94,7 @@ def language_model_architecture(hf_config: dict) -> str | None:
 
 
 def names_in_language_model(names: Iterable[str]) -> dict[str, str]:
-    """Maps each tensor's name in the language model to its name in a checkpoint of the whole, which may be the same.
+    """Maps each tensor's name in the language model to its name in the checkpoint, one of `names`.
 
     >>> names_in_language_model(["model.language_model.layers.0.mlp.up_proj.weight"])
     {'model.layers.0.mlp.up_proj.weight': 'model.language_model.layers.0.mlp.up_proj.weight'}
@@ -109,7 +109,7 @@ def _name_in_language_model(name: str) -> str:
 
 
 def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model, of its language model if it has parts, with transformers' defaults filled in.
+    """Returns a model's config, or that of its language model if it has parts, with transformers' defaults filled in.
 
     A family that transformers does not know has no defaults.
     """
@@ -122,7 +122,7 @@ def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def renamed_config(hf_config: dict) -> Any:
-    """transformers' config of the contents of a config.json that transformers may know under another name."""
+    """Returns transformers' config object for the result of `read_hf_config`, whose name transformers knows."""
     from transformers import AutoConfig  # takes seconds
 
     return AutoConfig.for_model(**_decoded(hf_config))

@@ -149,7 +149,7 @@ def _parse_qwen2(family: Family, hf_config: dict, source: str) -> ModelSpec:
 
 
 def parse_qwen3(family: Family, hf_config: dict, source: str) -> ModelSpec:
-    """Qwen3's architecture, and that of Qwen3-MoE without its experts."""
+    """Parses Qwen3's config, and Qwen3-MoE's without its experts."""
     require(hf_config, "num_key_value_heads", source)
     refuse_sliding_window(hf_config, source)
     bias = bool(hf_config.get("attention_bias", False))
@@ -230,7 +230,6 @@ PHI3 = Family(
     "phi3",
     _parse_phi3,
     tuple(_fused(mapping) for mapping in PARAM_MAPPINGS),
-    # entries of the models' configs; transformers' built-in classes compute the same
 )
 
 
@@ -268,10 +267,10 @@ _MOE_FUSED = {
 
 
 def fused_name(name: str) -> tuple[str, int | None, int | None]:
-    """The place of a checkpoint's tensor `name` in transformers: (its own name, expert, half of the rows).
+    """Returns where transformers holds a checkpoint's tensor `name`: (transformers' name, expert, half of the rows).
 
-    A fused `gate_up_proj` is [E, 2F, D] with an expert's gate above its up, `down_proj` is [E, D, F]. Expert and half
-    are None for a tensor that transformers holds as it is on disk, perhaps under another name.
+    A fused `gate_up_proj` is [E, 2F, D] with an expert's gate (half 0) above its up (1), `down_proj` [E, D, F] (half
+    None). Expert and half are None for a tensor that transformers holds as it is on disk, perhaps under another name.
     """
     found = _EXPERT_NAME.fullmatch(name)
     if found is None:

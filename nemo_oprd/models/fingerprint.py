@@ -1,4 +1,4 @@
-"""Fingerprints a model on disk, independent of its place: quick, because every start of a run computes it."""
+"""Fingerprints a model on disk, whatever its path; samples large files, because every run does this at its start."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WHOLE = ("config.json", "hf/config.json", "common.pt", ".metadata")
 
 
 def fingerprint(directory: Path) -> str | None:
-    """sha256 (hex) of a model's config.json and weights; None if there is no such directory.
+    """Returns the sha256 (hex) of a model's config.json and weights; None if there is no such directory.
 
-    `directory` is a Hugging Face model, a Megatron checkpoint, or a directory of these (`checkpoint_directory`). Of a
-    file of weights, name, size and 64 pieces of 64 KiB, evenly spread, count: smaller files are read completely.
+    `directory` is a Hugging Face model, or as for `checkpoint_directory`. The hash covers each file's name and size,
+    and 64 evenly spread pieces of 64 KiB; files of at most 4 MiB are read completely.
 
     Raises:
         ValueError: as `checkpoint_directory`.

@@ -1,8 +1,8 @@
 """Megatron-Bridge's description of a model, section `model` of a checkpoint's run_config.yaml: written and compared.
 
-Megatron-Bridge makes a model from the fields of its `GPTModelProvider`. `run_config` writes those of a `ModelSpec`, so
-that it builds the model of one of this project's checkpoints. `check_run_config` compares those in a checkpoint of
-Megatron-Bridge with a model's config.json: shapes alone would not show another RoPE base or another norm epsilon.
+Megatron-Bridge makes a model from the fields of its `GPTModelProvider`. `run_config` derives these fields from a
+`ModelSpec`, so that Megatron-Bridge can load this project's checkpoints. `check_run_config` compares the fields in a
+checkpoint of Megatron-Bridge with a model's config.json: shapes alone would not show another RoPE base or norm epsilon.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _YARN_DEFAULTS = {
 
 
 def not_described(spec: ModelSpec) -> str | None:
-    """The part of a model that `provider_fields` does not describe, mostly one that stock models lack; else None."""
+    """Returns, in words, a part of the model that `provider_fields` does not describe; None if there is none."""
     if spec.family.provider_fields(spec) is not None:
         return None
     if spec.delta is not None:

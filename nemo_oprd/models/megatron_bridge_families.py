@@ -1,7 +1,7 @@
 """The families that only Megatron-Bridge has and that were compared with transformers, with their special parts.
 
 A family that is not here is accepted if it is a dense decoder with full attention: everything else is refused
-(`provider_fields.REFUSED`), because a part that was not compared may be computed otherwise. `nemo-oprd families`
+(`provider_fields.REFUSED`), because a part that was not compared may be computed differently. `nemo-oprd families`
 prints the tables. Imports neither torch nor Megatron-Bridge.
 """
 
@@ -30,8 +30,8 @@ class Kind:
     """The accepted parts of a family beside a dense decoder with full attention.
 
     Attributes:
-        layouts: with which losses and all gradients were compared with transformers in float64.
-        parts: keys of `provider_fields.REFUSED`, and fields of a provider.
+        layouts: those in which losses and all gradients were compared with transformers', in float64.
+        parts: accepted keys of `provider_fields.REFUSED`, and accepted fields of a provider.
         ropes: kinds of RoPE.
         refused: the part of the family that is refused.
     """

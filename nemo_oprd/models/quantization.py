@@ -1,6 +1,6 @@
 """The quantised weights that can be read: `quantization_config` of a config.json, or hf_quant_config.json. No torch.
 
-Models in these formats are trained, distilled and exported in bfloat16, of the numbers that the files stand for
+Models in these formats are trained, distilled and exported with the bfloat16 numbers that the files stand for
 (`megatron/weights/dequantize.py`):
 
 - mxfp4, of gpt-oss: matrices of experts as 4-bit numbers, with a power of two for 32 neighbours;
@@ -9,7 +9,7 @@ Models in these formats are trained, distilled and exported in bfloat16, of the 
   NVFP4: 4-bit numbers with an 8-bit factor for 16 neighbours and one for the matrix;
 - compressed-tensors' `pack-quantized`, of Kimi K2.5: 4-bit integers with a factor for neighbours in a row.
 
-Which of the last two a matrix is in, and which matrices are not quantised, the tensors beside it say.
+In the last two, the tensors beside a matrix say which format it has, and whether it is quantised.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Quantization:
         return found
 
     def _scaled(self, names: set[str], source: str) -> dict[str, tuple[str, ...]]:
-        """`names` where the tensors beside a matrix say how it is quantised."""
+        """Returns what `names` does, for `SCALED`: the tensors beside a matrix say how it is quantised."""
         found: dict[str, tuple[str, ...]] = {}
         scale, factor = _SCALES
         for name in sorted(names):
@@ -102,7 +102,7 @@ class Quantization:
         return found
 
     def numbers_of_a_unit(self, parts: Sequence[str]) -> int:
-        """Returns how many numbers an element of the stored tensor holds, whose parts `names` gives."""
+        """Returns how many numbers one element of `parts[0]` holds; `parts` are stored tensors as in `names`."""
         numbers, *scales = parts
         if numbers.endswith(_PACKED):
             return 8
@@ -120,9 +120,9 @@ class Quantization:
 
 
 def with_modelopt_file(hf_config: dict, directory: Path) -> dict:
-    """Returns the content of a config.json with the format that only hf_quant_config.json beside it names.
+    """Returns the content of a config.json, completed by the format if only hf_quant_config.json beside it names one.
 
-    Some releases name ModelOpt as the producer in config.json and not as the method, which is added, too.
+    Some releases name ModelOpt in config.json as the producer but not as `quant_method`, which is then added.
 
     Raises:
         ValueError: that file cannot be read.
@@ -166,7 +166,7 @@ def read_quantization(hf_config: dict, source: str) -> Quantization | None:
 
 
 def known_quantization(hf_config: dict) -> Quantization | None:
-    """As `read_quantization`, but None for a format that cannot be read: a server may compute such a teacher."""
+    """Returns what `read_quantization` does, but None for a format that only a server (vLLM) may be able to read."""
     settings = hf_config.get(KEY)
     if not isinstance(settings, dict):
         return None
@@ -213,7 +213,7 @@ _ORDERED = (None, False, "weight", "static")
 
 
 def _compressed(settings: dict) -> Quantization | None:
-    """The format of compressed-tensors, if all groups of layers have one that is read, with columns in their order."""
+    """Returns the format of compressed-tensors, if it can be read for every group of layers; else None."""
     known, groups = _COMPRESSED_FORMATS.get(str(settings.get("format"))), settings.get("config_groups")
     if known is None or not isinstance(groups, Mapping) or not groups:
         return None
@@ -235,7 +235,7 @@ def _is_size(value: Any) -> bool:
 
 
 def forget_quantization(config: Any) -> None:
-    """Removes the setting from a config of transformers, and from that of the language model in it."""
+    """Removes `quantization_config` from a transformers config, and from its language model's."""
     for each in (config, config.get_text_config()):
         if hasattr(each, KEY):
             delattr(each, KEY)

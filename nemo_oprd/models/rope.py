@@ -97,7 +97,7 @@ class Rope:
         return self._scaled_frequencies(head_dim)
 
     def _scaled_frequencies(self, head_dim: int) -> Frequencies:
-        """`frequencies` of the kinds with more settings, by transformers' functions."""
+        """Computes `frequencies` for all other kinds, with transformers' functions."""
         import torch
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -190,10 +190,10 @@ def parse_rope(
 
 
 def parse_ropes(hf_config: dict, source: str, **options: Any) -> tuple[Rope, Rope | None]:
-    """(The RoPE of most layers, that of layers with windows if the config has one for each kind of layer).
+    """Returns (RoPE of layers with full attention, RoPE of layers with windows; None: the config has one for all).
 
     Args:
-        options: those of `parse_rope`; layers with windows have the default kind.
+        options: those of `parse_rope`; of `kinds`, only "default" is allowed for layers with windows.
     """
     given = hf_config.get("rope_parameters") or {}
     if not isinstance(given, dict) or "full_attention" not in given:

@@ -1,4 +1,4 @@
-"""The architecture of a model that vLLM servers compute, as far as the trainer needs it: any family, no mapping."""
+"""Reads the architecture of a teacher that vLLM serves, of any family, as far as the trainer needs it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "
 
 
 def read_served_spec(path: str | Path) -> ModelSpec:
-    """Depth, width, vocabulary and positions from `path/config.json`, of the language model in it if it has parts.
+    """Returns depth, width, vocabulary, positions and logits' scale of the language model in `path/config.json`.
 
-    Depth and width must be in the file; other missing keys have transformers' defaults.
-    Values that only a model in this process needs (heads, feed-forward size, RoPE, norms) are not read: 0 or a default.
+    Depth and width must be in the file; other missing keys have transformers' defaults. What only a model in this
+    process needs (heads, feed-forward size, RoPE, norms) is not read, and is 0 or a default in the result.
 
     Raises:
-        ValueError: there is no readable config.json, it names none of these sizes, or vLLM would load other weights
-            than transformers.
+        ValueError: config.json can't be read; `model_type` or one of these values is missing or wrong; RoPE's
+            frequencies depend on the length of a sequence; or vLLM would load other weights than transformers.
     """
     hf_config, source = read_hf_config(path), str(Path(path) / "config.json")
     refuse_what_vllm_reads_differently(Path(path))

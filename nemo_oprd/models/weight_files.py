@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model, in transformers' order of precedence.
+    """Returns the safetensors files of a model, chosen in transformers' order of precedence.
 
-    The file or index that config.json names; model.safetensors; the files of model.safetensors.index.json. Where there
-    is none of these, which transformers refuses, all files that are not an adapter's.
+    They are the file, or the index's files, that config.json names; else model.safetensors; else the files of
+    model.safetensors.index.json; else, which transformers refuses, all files that are not an adapter's.
 
     Raises:
-        ValueError: there are no such files, or one of them is missing, a pipe, or a pointer of Git LFS.
+        ValueError: files are missing, pipes or pointers of Git LFS; or config.json or an index is wrong.
     """
     for file in _of_models(directory, "*.safetensors"):  # before any is opened, which would wait for a pipe's writer
         if kind := kind_of(file):
@@ -67,8 +67,8 @@ def refuse_adapter(directory: Path) -> None:
 def refuse_what_vllm_reads_differently(directory: Path) -> None:
     """Raises ValueError if vLLM would load other files of a model than transformers.
 
-    To vLLM, the index counts before a single file, and without an index every file counts. Its weights in Mistral's
-    own format (consolidated*.safetensors) have other names; the canary checks that they are the same weights.
+    To vLLM, the index counts before a single file, and without an index every file counts. Files in Mistral's own
+    format (consolidated*.safetensors) have other names for tensors, and are left to the canary, which checks weights.
     """
     files = [name for name in _names(directory.glob("*.safetensors")) if not name.startswith("consolidated")]
     if not files or not (directory / "config.json").is_file():
@@ -84,7 +84,7 @@ def refuse_what_vllm_reads_differently(directory: Path) -> None:
 
 
 def _named(directory: Path) -> tuple[Path, Path]:
-    """The places of a single file of weights and of an index of shards."""
+    """Returns the paths of a single file of weights and of an index of shards, which need not exist."""
     config = directory / "config.json"
     name = None
     if config.is_file():
@@ -100,7 +100,7 @@ def _named(directory: Path) -> tuple[Path, Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names; ValueError if it names none, or others than files beside it."""
+    """Returns the files that an index names; ValueError if it has no weight_map, or a file is not beside it."""
     expected, fix = "an object with weight_map", "copy it from the model's source again"
     weight_map = read_json(index, expected, fix).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -132,7 +132,7 @@ def _others(directory: Path) -> list[Path]:
 
 
 def _of_models(directory: Path, *patterns: str) -> list[Path]:
-    """The files of these names in a directory that are not an adapter's."""
+    """Returns the files in a directory that match the patterns and are not an adapter's."""
     found = {file for pattern in patterns for file in directory.glob(pattern)}
     return sorted(found - set(directory.glob(_ADAPTER_WEIGHTS)))
 

@@ -1,1 +1,1 @@
-"""Rollouts, which an engine samples from the student or a file of recorded ones provides."""
+"""Rollouts: sampled by an engine from the student, or read from a file of recorded rollouts."""

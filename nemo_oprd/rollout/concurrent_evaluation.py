@@ -37,7 +37,7 @@ class EngineBeside:
         self._waiting = beside
 
     def drop(self) -> None:
-        """Drops the added requests, if no call of `submit` came since."""
+        """Drops the added requests, unless `submit` was called since."""
         self._waiting = None
 
     def submit(
@@ -47,7 +47,7 @@ class EngineBeside:
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> Ticket:
-        """See `RolloutEngine`."""
+        """Submits the requests, followed by the added ones; see `RolloutEngine`."""
         beside, self._waiting, self._own = self._waiting, None, len(requests)
         self._under_way = beside
         if beside is None:

@@ -38,7 +38,7 @@ class SampledColumns:
         self._gaps = torch.from_numpy(~sampled.mask).to(device) if sampled.gaps else None
 
     def of(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Masks [B, V or more] logits -> [B, limit], a view, with minus infinity for ids that must not be sampled."""
+        """Sets logits [B, V or more] of ids that must not be sampled to -inf in place; returns the view [B, limit]."""
         kept = logits_BV[:, : self._limit]
         return kept if self._gaps is None else kept.masked_fill_(self._gaps, -torch.inf)
 
@@ -87,11 +87,11 @@ def generate_whole_sequences(
     eos_ids: tuple[int, ...],
     should_cancel: Callable[[], bool] | None = None,
 ) -> list[Response] | None:
-    """Samples one response for each of B prompts, with the arguments of `decoding.generate_batch`; None if cancelled.
+    """Samples one response for each of B prompts; None if cancelled. See `generate_batch` for the other arguments.
 
     Args:
-        model: the only chunk of a model without pipeline stages.
-        role: of the model; its tensor ranks compute the same result.
+        model, role: the only chunk of a model without pipeline stages; its tensor ranks compute the same result.
+        should_cancel: called every `CHECK_WHOLE_SEQUENCES_EVERY` tokens.
     """
     sequences = [list(prompt) for prompt in prompts]
     stopped = [False] * len(prompts)
@@ -171,7 +171,7 @@ def generate_batch(
         uniforms: [B, T] numbers in [0, 1).
         limits: [B] maximum number of new tokens of each response, at most T.
         should_cancel: called every `CANCEL_CHECK_EVERY` tokens; must return the same value on all tensor ranks.
-        record_routes: record the experts that the tokens visit, of a model with experts.
+        record_routes: whether to record the experts that the tokens visit, if the model has experts.
     """
     batch = _Batch(model, sampled, prompts, uniforms, limits, eos_ids, record_routes=record_routes)
     last = batch.prefill()
@@ -192,8 +192,8 @@ def generate_batch(
 class _Batch:
     """The sequences of one call of `generate_batch`, with the KV cache of those that are still being decoded.
 
-    `alive` [b] are indices into the B prompts, `alive_on_host` the same as a list. Finished sequences leave the batch
-    when enough of them have gathered.
+    `alive` [b] holds the indices of these sequences among the B prompts, `alive_on_host` the same indices as a list.
+    Finished sequences leave the batch once they are the share `COMPACT_AT` of it.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class _Batch:
         self.routes = RouteRecord.empty(model, count, self.cache.max_length) if record_routes else None
 
     def prefill(self) -> torch.Tensor:
-        """Runs the prompts; returns the hidden states of their last tokens, [1, B, D]."""
+        """Runs the model on the prompts; returns the hidden states of their last tokens, [1, B, D]."""
         count, longest = self.ids.shape
         self.cache.positions = torch.arange(longest, device=self.ids.device).expand(count, longest)
         self.cache.used, self.cache.lengths = longest, self.lengths
@@ -237,7 +237,7 @@ class _Batch:
         return hidden[self.lengths - 1, self.alive][None]
 
     def _run(self, ids: torch.Tensor) -> torch.Tensor:
-        """Runs the tokens [b, s] at `cache.positions`; returns their hidden states [s, b, D]."""
+        """Runs the model on the tokens [b, s] at `cache.positions`; returns their hidden states [s, b, D]."""
         routes = None if self.routes is None else Routes()
         hidden = self.model(ids, DecodeParams(cache=self.cache, routes=routes))
         if self.routes is not None and routes is not None:
@@ -246,7 +246,7 @@ class _Batch:
         return hidden
 
     def sample(self, last: torch.Tensor, t: int, temperature: float, top_p: float) -> torch.Tensor:
-        """Samples token t of every sequence in the batch from the states [1, b, D] before it; returns its ids [b]."""
+        """Samples token t of every sequence in the batch from the states [1, b, D] before it; returns the ids [b]."""
         logits, alive = self.columns.of(self.model.logits(last)[0]), self.alive
         token = pick_tokens(logits, self.draws[alive, t], temperature, top_p)
         fresh = ~self.finished[alive]
@@ -257,7 +257,7 @@ class _Batch:
         return token
 
     def drop_finished(self, token: torch.Tensor) -> torch.Tensor:
-        """Removes finished sequences from the batch, once they are a large enough share; returns the other ids [b]."""
+        """Removes finished sequences if they are at least `COMPACT_AT` of the batch; returns the remaining ids [b]."""
         done = self.finished[self.alive].tolist()
         if sum(done) < COMPACT_AT * len(done):
             return token
@@ -269,7 +269,7 @@ class _Batch:
         return token[keep]
 
     def decode(self, token: torch.Tensor, t: int) -> torch.Tensor:
-        """Runs token t [b] of every sequence in the batch; returns its hidden states [1, b, D]."""
+        """Runs the model on token t [b] of every sequence in the batch; returns the hidden states [1, b, D]."""
         cache, alive = self.cache, self.alive
         # finished sequences that are still in the batch write to cache slots that nothing reads
         position = (self.lengths[alive] + t).clamp_max(cache.max_length - 1)
@@ -290,7 +290,7 @@ class _Batch:
         return last
 
     def responses(self) -> list[Response]:
-        """The B responses."""
+        """Returns the B responses, in the order of the prompts."""
         ids, counts, stopped = self.sampled.int().cpu().numpy(), self.count.tolist(), self.stopped.tolist()
         lengths = [prompt + count - 1 for prompt, count in zip(self.prompt_lengths, counts, strict=True)]
         routes = [None] * len(counts) if self.routes is None else self.routes.of_sequences(lengths)

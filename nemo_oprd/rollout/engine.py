@@ -19,7 +19,7 @@ from nemo_oprd.megatron.weights.hf import TensorReader
 WeightStream: TypeAlias = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 # a function that receives complete responses by the index of their request; see `RolloutEngine.submit`
 Keep: TypeAlias = Callable[[dict[int, Rollout]], None]
-# decides whether the responses to these requests, by their indices, are all to wait for; see `RolloutEngine.gather`
+# decides whether the complete responses, by the indices of their requests, suffice; see `RolloutEngine.gather`
 Enough: TypeAlias = Callable[[AbstractSet[int]], bool]
 
 # the first number of a sampling key, so that training and evaluation never share random numbers
@@ -29,8 +29,8 @@ TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 class GenerationCancelled(Exception):  # noqa: N818 - not an error
     """The caller cancelled the generation before all responses were complete.
 
-    `completed` maps the index of a request to its rollout, for the responses that `generate` accepts as `done`; it is
-    the same on every rank.
+    `completed` maps the index of a request to its rollout, the same on every rank; a later `generate` accepts it as
+    `done`.
     """
 
     def __init__(self, completed: dict[int, Rollout] | None = None) -> None:
@@ -54,26 +54,26 @@ class SamplingParams:
     record_routes: bool = False
 
     def key_of(self, request: Request, index: int) -> tuple[int, ...]:
-        """The seed of the response to a request, which is number `index` of a call."""
+        """Returns the seed of the response to a request; `index` is the number of the request in its call."""
         return (*self.key, index) if request.key is None else request.key
 
     def limit_of(self, request: Request, max_positions: int) -> int:
-        """The largest number of tokens of the response to a request."""
+        """Returns the most tokens that the response to a request may have."""
         most = self.max_new_tokens if request.most is None else min(request.most, self.max_new_tokens)
         return min(most, max_positions - len(request.prompt_ids))
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample; `prompt`, `data_source` and `answer` are copied to the rollout.
+    """A request for one response; `prompt`, `data_source` and `answer` are copied to the rollout.
 
     `messages` is the conversation that the prompt was made from, `teacher_messages` the one that the teacher reads: the
     same one, unless `teacher.prompt` is set. `tools` are those that the model may call in both.
 
-    A request that continues a response has its `begun` tokens at the end of `prompt_ids`. `key` seeds its randomness in
-    place of the call's, and `most` limits its tokens further. `sampled` overrides the call's sampling parameters
-    and the number of the response. Servers begin requests with a lower `turn` first. The in-process engine ignores
-    these two.
+    A request that continues a response has the `begun` tokens of that response at the end of `prompt_ids`. `key`
+    replaces the call's seed, and `most` lowers the call's limit of tokens. `sampled` replaces the call's sampling
+    parameters and the number of the response. Servers begin requests with a lower `turn` first. The in-process engine
+    ignores `sampled` and `turn`.
     """
 
     prompt_ids: list[int]
@@ -92,9 +92,9 @@ class Request:
     def answered(
         self, ids: np.ndarray | Sequence[int], *, finished: bool, cut: bool = False, **recorded: Any
     ) -> Rollout:
-        """Makes the rollout of a response; with `finished`, the last id ends it. `recorded`: more fields of `Rollout`.
+        """Makes the rollout of a response with the tokens `ids`; `recorded`: more fields of `Rollout`.
 
-        `cut`: the response may go on.
+        `finished`: the last id ended the response; `cut`: the response may go on, so `finish_reason` is None.
         """
         return Rollout(
             prompt_ids=np.array(self.prompt_ids, np.int64),
@@ -154,17 +154,17 @@ class RolloutEngine(Protocol):
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> Ticket:
-        """Requests one rollout per request, from the current weights; returns a ticket. Only one may be open.
+        """Requests one rollout per request, from the current weights; returns a ticket. Only one ticket may be open.
 
         An engine with servers of its own begins to sample; one in the trainer's processes samples in `collect`. In
-        between the trainer may compute, but must not change the weights of the stream: the engine sends them again to
-        a server that dies.
+        between the trainer may compute, but must not change the weights of the stream, because the engine sends them
+        again to a server that it restarts.
 
         Args:
             done: rollouts that an interrupted call with the same arguments completed, by the index of their request.
             keep: receives responses as soon as they are complete, by the index of their request, so that they outlive
-                this process. The one rank that has them calls it, perhaps from another thread, and not for
-                `done` unless the engine samples these again. An exception that it raises ends `collect`.
+                this process. The engine calls it on the one rank that has them, perhaps from another thread, and not
+                for `done` unless it samples these again. An exception of `keep` ends `collect`.
 
         Raises:
             ValueError: a prompt leaves no room for a response.
@@ -207,7 +207,7 @@ class RolloutEngine(Protocol):
             requests that have no sampled token.
 
         Raises:
-            GenerationCancelled: as `gather`, where a cut has to wait for responses.
+            GenerationCancelled: as `gather`, if the engine must wait for responses.
         """
 
     def generate(
@@ -229,7 +229,7 @@ class RolloutEngine(Protocol):
             weights: makes the stream of (HF name, whole tensor), the same on every rank that trains the model, empty on
                 the other ranks. Producing it is a collective operation, so an engine consumes all of it on
                 every rank, or none of it on any rank. A tensor is valid until the next one is requested. An engine may
-                call this again until the next `update_weights`, if a server has lost the weights; the trainer must not
+                call `weights` again until the next `update_weights`, if a server has lost them; the trainer must not
                 change them while the engine samples.
             step: number of optimizer steps behind these weights.
         """
@@ -267,7 +267,7 @@ class Generates:
         *,
         last: bool = False,
     ) -> list[Rollout]:
-        """See `RolloutEngine`."""
+        """Calls `submit` and `collect`."""
         return self.collect(self.submit(requests, sampling, done, keep), should_cancel, last=last)
 
     def gather(
@@ -280,7 +280,7 @@ class Generates:
         return dict(enumerate(self.collect(ticket, should_cancel)))
 
     def cut(self: RolloutEngine, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
-        """See `RolloutEngine`."""
+        """Returns the responses that no call has returned; an engine that samples in `collect` has no partial ones."""
         return self.gather(ticket, lambda complete: True, should_cancel)
 
 

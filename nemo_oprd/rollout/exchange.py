@@ -8,7 +8,7 @@ through a GPU. `first_ranks_rollouts` sends the rollouts that the first rank has
 
 A rank's plan needs some of the responses only, but the plans of the student and of the teachers, whose layouts differ,
 need different ones, and all ranks compute the plans from all responses. A token takes 8 bytes (id and log-probability),
-so a million tokens take 8 MB per machine, whatever its number of ranks: less than choosing would save.
+so a million tokens take 8 MB per machine, whatever its number of ranks: too little for a selection to pay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ALIGNMENT = 16
 
 
 def machine_name() -> str:
-    """Returns the name of this process's machine, equal on all its ranks; nodes of a test cluster share a host name."""
+    """Returns host name and Slurm node, equal on all ranks of a machine; nodes of a test cluster share a host name."""
     return f"{socket.gethostname()} {os.environ.get('SLURMD_NODENAME', '')}"
 
 
@@ -64,16 +64,16 @@ class PackedArray:
 
     @property
     def end(self) -> int:
-        """The first byte behind the array."""
+        """The first byte after the array, counted from the beginning of the part."""
         return self.start + int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Part:
-    """Layout of one rank's items: `count` of them, of which every column is one array.
+    """Layout of one rank's `count` items, each column of which is one array.
 
     The arrays are the items' keys, int32 [count]; per column the lengths of its items, int32 [count], -1 for an item
-    without it; and per column the rows of all items, one after another.
+    without this column; and per column the rows of all items, one after another.
     """
 
     count: int = 0
@@ -99,7 +99,7 @@ class _Offer:
 
 
 class Exchange:
-    """Shares items among all ranks. Every rank of the world makes one and calls it alike.
+    """Shares items among all ranks. Every rank of the world builds one and makes the same calls.
 
     Args:
         preferred: ranks that lead their machine; a machine without one is led by its first rank.
@@ -126,9 +126,9 @@ class Exchange:
         return self._leader_of[self._rank] == self._rank
 
     def share(self, own: dict[int, Columns]) -> dict[int, Columns]:
-        """Returns the items of all ranks; keys of different ranks differ.
+        """Returns the items of all ranks; no two ranks may use the same key.
 
-        The arrays are read-only views of one mapping, whose memory lives as long as one of them.
+        The arrays are read-only views of one mapping, which lives as long as one of them; a single rank gets `own`.
 
         Raises:
             ValueError: a machine has no room for them, or its ranks share no memory; raised on every rank.
@@ -142,7 +142,7 @@ class Exchange:
         return shared
 
     def _share(self, part: Part, arrays: list[np.ndarray]) -> dict[int, Columns] | None:
-        """Does the work of `share`; returns None on every rank if a machine had no room, whose next file is on disk."""
+        """Does the work of `share`; returns None on every rank if a machine had no room and chose the disk."""
         offers = everyones(self._offer(part))
         own_file = offers[self._rank].file
         if own_file is not None and any(offer.problem for offer in offers):
@@ -173,7 +173,7 @@ class Exchange:
         return items
 
     def _offer(self, part: Part) -> _Offer:
-        """Makes the offer; a leader's has its machine's file, empty until all ranks have opened and unlinked it."""
+        """Makes the offer; a leader creates its machine's file, empty until the machine's ranks have opened it."""
         if not self._leads:
             return _Offer(part)
         folder = self._folder
@@ -240,7 +240,7 @@ class Exchange:
             )
 
     def _broadcast(self, mapping: mmap.mmap, ranges: dict[int, tuple[int, int]]) -> None:
-        """Broadcasts every leader's bytes to the other machines; `ranges`: (start, size) of each rank, by machine."""
+        """Broadcasts each machine's bytes from its leader; `ranges`: rank -> (start, size), machine after machine."""
         if self._group is None or not self._leads:
             return
         for leader in self._leaders:
@@ -253,7 +253,7 @@ class Exchange:
 
 
 def pack(items: dict[int, Columns]) -> tuple[Part, list[np.ndarray]]:
-    """Packs the items of a rank: its part, and its arrays in the order of `Part.arrays`; empty ones take no bytes."""
+    """Packs a rank's items; returns the part and its arrays in the order of `Part.arrays`; empty ones take no bytes."""
     if not items:
         return Part(), []
     names = sorted({name for columns in items.values() for name in columns})
@@ -303,7 +303,7 @@ def _write(file: int, array: np.ndarray, start: int) -> None:
 
 
 def _of_all(problem: str | None) -> list[str | None]:
-    """Gathers the problem of each rank; returns [] if none has any. Takes one short collective."""
+    """Returns the problem of each rank; [] if no rank has one, which takes only one short collective."""
     (any_failed,) = agree(torch.device("cpu"), problem is not None, group=host_group())
     return everyones(problem) if any_failed else []
 

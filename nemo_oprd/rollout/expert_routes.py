@@ -20,7 +20,7 @@ from nemo_oprd.models import ModelSpec
 
 @dataclass
 class RouteRecord:
-    """The experts of a batch's tokens: int16 [B, T, L, K] on the device, a small part of the KV cache."""
+    """The experts of a batch's tokens: int16 [B, T, L, K] on the device, -1 where none is recorded yet."""
 
     layers: list[int]
     experts: torch.Tensor
@@ -44,7 +44,7 @@ class RouteRecord:
             self.experts[sequences[:, None], positions, i] = kept.view(s, b, -1).transpose(0, 1).to(torch.int16)
 
     def of_sequences(self, lengths: list[int]) -> list[np.ndarray]:
-        """Returns, per sequence, `Rollout.expert_routes` of its first tokens."""
+        """Returns `Rollout.expert_routes` of each sequence, for as many of its first tokens as `lengths` says."""
         experts = self.experts.cpu().numpy()
         return [experts[i, :length].copy() for i, length in enumerate(lengths)]
 
@@ -53,7 +53,7 @@ def parse_routes(record: dict[str, Any], where: str) -> np.ndarray | None:
     """Reads the field `expert_routes` of a line of a rollout file as int16 [tokens, L, K]; None without it.
 
     Raises:
-        ValueError: the field is no such list, or lacks an entry per token of prompt and response (but the last one).
+        ValueError: the field is no such list, or lacks the entry of a token other than the response's last one.
     """
     given = record.get("expert_routes")
     if given is None:

@@ -1,4 +1,4 @@
-"""The in-process rollout engine: a second Megatron copy of the student in a separate layout (TP and DP, no PP)."""
+"""The in-process rollout engine: a second Megatron copy of the student in its own layout (TP, DP and EP, no PP)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class MegatronEngine(Generates):
         self.weights = Weights(step, first_ranks(value) if self._with_digest else None)
 
     def load(self, read: TensorReader, source: str) -> None:
-        """See `RolloutEngine`."""
+        """Reads this rank's shards of a model on disk, see `RolloutEngine`."""
         self.weights = Weights(0)
         if self.model is not None:
             load_hf([self.model], self.spec, self.role, read, source)
@@ -119,7 +119,7 @@ class MegatronEngine(Generates):
     def collect(
         self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
-        """See `RolloutEngine`."""
+        """Samples this rank's part of the requests and shares the responses among all ranks, see `RolloutEngine`."""
         own_part, completed, requests = dict[int, Response](), True, ticket.requests
         if self.model is not None:
             own_part, completed = self._generate_own_part(ticket, should_cancel)
@@ -144,11 +144,11 @@ class MegatronEngine(Generates):
     def _generate_own_part(
         self, ticket: Ticket, should_cancel: Callable[[], bool] | None
     ) -> tuple[dict[int, Response], bool]:
-        """Returns (index of a request -> response, of this data-parallel rank's requests; whether all are complete).
+        """Samples this data-parallel rank's requests; returns (index of a request -> response, False if cancelled).
 
-        Tensor ranks other than the first return no responses, because all of them have the same ones. The
+        All ranks of a tensor group sample the same responses, so only the first one returns them. The
         engine skips a batch whose requests are all in `done` and samples any other batch whole, so a response does not
-        depend on a cancellation in between. A cancelled call keeps the responses of complete batches.
+        depend on an earlier cancellation. A cancelled call returns the responses of complete batches.
         """
         requests, sampling, keep = ticket.requests, ticket.sampling, ticket.keep
         coords, data = self.role.member_coords, self.role.layout.data
@@ -185,7 +185,7 @@ class MegatronEngine(Generates):
         sampling: SamplingParams,
         should_cancel: Callable[[], bool] | None,
     ) -> list[Response] | None:
-        """See `generate_batch`."""
+        """Samples a batch, without a cache if Megatron-Bridge built the model; see `generate_batch`."""
         assert self.model is not None
         given: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         given |= {"eos_ids": self.eos_ids, "should_cancel": should_cancel}
@@ -195,7 +195,7 @@ class MegatronEngine(Generates):
         return generate_whole_sequences(self.model, self.role, self.sampled, prompts, uniforms, limits, **given)
 
     def _cache_budget(self) -> int:
-        """Returns the most tokens of a batch, and reports once what `auto` chose. Every rank of the role calls this."""
+        """Returns the most tokens of a batch; may log a line about it, once. Every rank of the role calls this."""
         if not self._cached and not self._said_budget and dist.get_rank() == self.role.layout.first_rank:
             logger.info(
                 f"rollout.engine=megatron: {self.spec.model_type} samples without a cache, so that every token is a "
@@ -217,7 +217,7 @@ class MegatronEngine(Generates):
     def _batches(
         self, order: list[int], requests: list[Request], sampling: SamplingParams, budget: int
     ) -> list[list[int]]:
-        """Forms batches within `rollout.max_batch` and, with their KV cache at full length, `budget` cached tokens."""
+        """Divides `order` into batches of at most `rollout.max_batch` requests and, at full length, `budget` tokens."""
         batches: list[list[int]] = []
         longest = 0
         for i in order:
@@ -238,7 +238,7 @@ def _rollout(request: Request, response: Response, step: int) -> Rollout:
 
 
 def _added(weights: Iterable[tuple[str, torch.Tensor]], digest: Digest | None) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yields the same stream, and adds its tensors to the digest, if there is one."""
+    """Yields the stream `weights` unchanged, and adds each tensor to `digest`, if there is one."""
     for name, tensor in weights:
         if digest is not None:
             alone = Bucket([], torch.empty(padded_bytes(tensor), dtype=torch.uint8, device=tensor.device))
@@ -248,7 +248,7 @@ def _added(weights: Iterable[tuple[str, torch.Tensor]], digest: Digest | None) -
 
 
 def cache_budget(spec: ModelSpec, role: Role, dtype: torch.dtype) -> int:
-    """Computes `rollout.max_cache_tokens=auto`: the most cached tokens, the minimum over the ranks of the role.
+    """Returns `rollout.max_cache_tokens=auto`: the most cached tokens for which all ranks have room, at least 1024.
 
     On CUDA (not yet run): a share of the free memory. On a CPU: a fixed amount. All ranks of the role call this.
     """

@@ -62,7 +62,7 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class TeacherLimits:
-    """The smallest limits on ids and positions over the teachers of recorded rollouts, and the sequences of their own.
+    """Smallest limits on ids and positions over the teachers of recorded rollouts, and each teacher's own sequences.
 
     `own`, per teacher: "response": prompt and response in the tokens of the teacher's tokenizer (`teacher.reads=text`).
     "prompt": a prompt of its own, such as `teacher.prompt` makes. "nothing": the teacher reads the student's ids.
@@ -106,14 +106,14 @@ def read_rollouts(
     Args:
         vocab_size: ids must be below this number.
         max_positions: the most tokens of prompt and response together; None: no limit.
-        teacher: limits of the teachers, and the sequences of their own that lines must have; None: none.
+        teacher: the teachers' limits, and their own sequences that lines must have; None: all read the student's ids.
         needs_logprobs: whether every line must have `logprobs`, which `rollout.correction` reads.
         student: the model whose experts `expert_routes` must name; None: no check against a model.
         needs_routes: whether every line must have `expert_routes`, which `student.router_replay` reads.
 
     Raises:
-        ValueError: no such file, malformed JSON, a missing field, a mask or log-probabilities of another length, an id
-            outside the vocabulary, no logarithm of a probability, or too many tokens. The message names file and line.
+        ValueError: there is no such file, it has no supervised token, or a line (the message names it) has malformed
+            JSON, a missing or wrong field, a field of another length, an id outside the vocabulary, or too many tokens.
     """
     file = Path(path)
     if not file.is_file():
@@ -236,7 +236,7 @@ def _spans(record: dict[str, Any], where: str) -> np.ndarray | None:
 
 
 def _check_teacher(record: dict[str, Any], where: str, teacher: TeacherLimits | None) -> None:
-    """Raises ValueError unless the record has sequences of the teacher's own exactly where its teacher needs them."""
+    """Raises ValueError unless the record has its teacher's own sequences exactly if the teacher needs them."""
     given = [name for name in _TEACHER_FIELDS if record.get(name) is not None]
     own = "nothing" if teacher is None else teacher.own_of(record, where)
     if own == "nothing" and given:

@@ -50,9 +50,9 @@ class ResumeCache:
     For a step that a signal cancelled, the file holds rollouts of some requests only.
 
     The step identifies the weights that sampled the rollouts, given the settings of the schedule, which the file
-    therefore names. The file also has those digests of these weights that are known. A run uses only rollouts of the
-    step that it samples next. Every step removes the file before it writes its own, so a run that
-    resumes from an earlier checkpoint never reaches a step for which it still has rollouts of the abandoned steps.
+    therefore names. The file also has the known digests of these weights. A run uses only rollouts of the
+    step that it samples next. Every step removes the file before it writes its own, so a run that resumes from an
+    earlier checkpoint uses no rollouts of the abandoned steps.
 
     A background writer writes the file under another name, flushes it and renames it. The next call raises its errors.
     """
@@ -166,7 +166,7 @@ def _write(path: Path, about: dict[str, Any], rollouts: Sequence[Rollout]) -> st
 
 
 def _load(path: Path) -> tuple[dict[str, Any], list[Rollout]]:
-    """Reads (the metadata, the rollouts without the fields of their requests); raises as `ResumeCache._read`."""
+    """Reads (metadata, rollouts without the fields of their requests); raises what `ResumeCache._read` catches."""
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
         flat = {name: file.get_tensor(name) for name in _STORED}
@@ -188,7 +188,7 @@ def _load(path: Path) -> tuple[dict[str, Any], list[Rollout]]:
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:
-    """Returns the fields that are neither arrays nor the request's."""
+    """Returns the fields that are neither arrays nor the request's nor None."""
     left_out = {*_STORED, *_OF_REQUEST}
     return {name: value for name, value in vars(rollout).items() if name not in left_out and value is not None}
 

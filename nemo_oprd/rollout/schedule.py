@@ -1,7 +1,7 @@
 """Checks of weight versions, and the schedule of engine calls between updates: which weights sample which responses.
 
 With `rollout.mode=exact` the weights after max(0, k - N) steps, N = `rollout.max_lag`, sample the whole responses of
-step k. With `rollout.mode=segments` they begin them, and every later version of the weights adds at most
+step k. With `rollout.mode=segments` these weights begin the responses, and every later version adds at most
 T = `rollout.segment_tokens` tokens: with the weights after v steps, a response of step k grows to at most
 (v - (k - N) + 1) T tokens in all. So token t comes from the weights after max(0, k - N + t // T) steps, independent of
 time, and no length of a response is preferred. `rollout.mode=stream` is in `stream_rollouts.py`.
@@ -43,7 +43,7 @@ def check_versions(rollouts: list[Rollout], step: int, newest: int, most: int) -
 
 
 def lag_metrics(rollouts: list[Rollout], steps: int) -> dict[str, float]:
-    """Measures by how many optimizer steps the sampling weights of tokens are behind those after `steps` such steps."""
+    """Returns mean and largest lag of tokens, `steps` minus the optimizer steps behind their weights; {} if unknown."""
     spans = [rollout.weight_versions for rollout in rollouts if rollout.weight_versions is not None]
     versions = np.concatenate([types.token_versions(each) for each in spans] or [np.zeros(0, np.int32)])
     if not len(versions):
@@ -70,7 +70,7 @@ class WeightDigests:
             )
 
     def of(self, rollouts: Iterable[Rollout]) -> dict[str, str]:
-        """Returns the known digests of the weights that sampled these responses, by their number as text."""
+        """Returns the known digests of the weights that sampled these responses, by the number of steps as text."""
         spans = [rollout.weight_versions for rollout in rollouts if rollout.weight_versions is not None]
         steps = sorted({int(version) for each in spans for version in each[:, 0]})
         return {str(each): self._known[each][0] for each in steps if each in self._known}
@@ -101,7 +101,7 @@ def training_sampling(config: Config, step: int) -> SamplingParams:
 
 
 def schedule_settings(config: Config) -> dict[str, str]:
-    """Returns the settings that decide which weights sample a response; none if the weights of its step do."""
+    """Returns the settings that decide which weights sample a response; {} if each step uses its own weights."""
     rollout = config.rollout
     if not rollout.max_lag:
         return {}
@@ -122,10 +122,10 @@ def stream_settings(config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Portion:
-    """The work of one call of an engine: whole responses of a step, or the next parts of those of several steps.
+    """The work of one call of an engine: whole responses of one step, or the next parts of responses of several steps.
 
     Attributes:
-        step: names the portion.
+        step: the step of whole responses; for parts, the step that is about to be computed.
         places: for each request the step and the number of its response.
         weights: the number of steps behind the weights that sample it.
         urgent: whether the next update needs it.
@@ -181,7 +181,7 @@ class Schedule:
         return portions
 
     def _parts(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[Portion]:
-        """Lists the parts that the step itself lacks, for which it waits, and then those of later steps."""
+        """Lists a portion of the parts that step `done` lacks, which is urgent, and one of the parts of later steps."""
         params, portions = training_sampling(self.config, done), list[Portion]()
         for chosen in (steps[:1], steps[1:]):
             found: dict[tuple[int, int], Request] = {}
@@ -199,7 +199,7 @@ class Schedule:
         return [*portions[:-1], *(replace(portion, last=True) for portion in portions[-1:])]
 
     def _part(self, request: Request, begun: Rollout | None, step: int, index: int, done: int) -> Request | None:
-        """Requests the next tokens of a response from the weights after `done` steps; None if these may add none."""
+        """Returns the request for a response's next tokens by the weights after `done` steps; None if they add none."""
         tokens, lag = self.config.rollout.tokens_per_segment, self.config.rollout.max_lag
         have = 0 if begun is None else len(begun.response_ids)
         most = min((done - (step - lag) + 1) * tokens, self.config.response_limit[1]) - have
@@ -211,7 +211,7 @@ class Schedule:
         return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have // tokens), most=most, begun=have)
 
     def continued(self, request: Request, begun: Rollout | None, step: int, index: int) -> Request:
-        """Requests all missing tokens of response `index` of a step, with randomness from the next token on."""
+        """Returns the request for all missing tokens of response `index` of a step, seeded by the first one's index."""
         key = (*training_sampling(self.config, step).key, index)
         if begun is None:
             return replace(request, key=key)
@@ -220,7 +220,7 @@ class Schedule:
         return replace(request, prompt_ids=begun.ids.tolist(), key=(*key, have), most=most, begun=have)
 
     def grown(self, begun: Rollout | None, part: Rollout) -> Rollout:
-        """Appends the tokens of its portion to a response; `finish_reason` is None if the response is unfinished."""
+        """Appends `part` to the response `begun`; the result has `finish_reason` None if it is unfinished."""
         rollout = part if begun is None else _joined(begun, part)
         if self.config.rollout.mode == "exact" or part.finish_reason not in ("length", None):
             return rollout
@@ -229,13 +229,13 @@ class Schedule:
 
 
 def _joined(begun: Rollout, part: Rollout) -> Rollout:
-    """Appends `part`, the next tokens; its prompt is the whole text before, so its recorded experts cover that, too."""
+    """Appends `part`, the next tokens; its prompt is all text before them, so its recorded experts cover that, too."""
     assert begun.weight_versions is not None and part.weight_versions is not None
     logprobs, routes = None, None
     if begun.logprobs is not None and part.logprobs is not None:
         logprobs = np.concatenate([begun.logprobs, part.logprobs])
     if begun.expert_routes is not None and part.expert_routes is not None:
-        # keeps the experts at the time of sampling, also if later weights have computed the token again
+        # keeps the experts at the time of sampling, even if later weights have computed the token again
         routes = np.concatenate([begun.expert_routes, part.expert_routes[len(begun.expert_routes) :]])
     return replace(
         begun,
@@ -248,7 +248,7 @@ def _joined(begun: Rollout, part: Rollout) -> Rollout:
 
 
 def ended_on_purpose(rollouts: list[Rollout], config: Config) -> list[Rollout]:
-    """Renames the end of responses that `rollout.stop_after` ended: engines know a limit ("length"), not its reason."""
+    """Sets `finish_reason` "prefix" where `rollout.stop_after` ended a response; engines call any limit "length"."""
     key, limit = config.response_limit
     if key == "rollout.max_new_tokens":
         return rollouts

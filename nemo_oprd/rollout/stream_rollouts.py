@@ -3,8 +3,8 @@
 From the weights after v steps one call of the engine samples all admitted responses that are not complete. A step
 gathers those that it takes; the engine samples the others while the step computes its gradient, until the trainer cuts
 the call before the weights change. The next weights continue an unfinished response, as a request whose prompt is the
-prompt and the tokens so far. So every token comes from one version of the student, which still has its weights when
-the trainer checks the token, and the spans of a response name it.
+original one and the tokens so far. So every token comes from one version of the weights, which the spans of a response
+name, and the student still has this version when the trainer checks the token.
 
 Which responses a step takes depends on timing. A checkpoint holds all places not taken, with their tokens so far.
 """
@@ -27,8 +27,8 @@ from nemo_oprd.runtime.files import replacing
 
 # The rules: which responses a step takes, and how many the engine samples at a time, by arithmetic on their places.
 #
-# A place is (group, number): the step that would have these prompts if every step took its own, and the number among
-# them. With N = `rollout.max_lag`, the groups up to v + N // 2 are admitted while the student has made v steps. A step
+# A place is (group, number): the step that would take this response if every step took its own, and the number in that
+# step. With N = `rollout.max_lag`, the groups up to v + N // 2 are admitted once the student has made v steps. A step
 # takes the oldest complete responses, as many as one group has. It waits if later steps could not take the rest in
 # time: step v + N at the latest takes a response that was admitted after v steps, so none of its tokens is more than N
 # steps old. No response is dropped, and exactly one step takes each place.
@@ -61,7 +61,7 @@ class StreamRules:
         return min(done + self.ahead + 1, self.steps)
 
     def deadline(self, group: int) -> int:
-        """The last step that may take a response of a group, as its first tokens may be as old as its admission."""
+        """The last step that may take a response of a group: its first tokens may be as old as its admission."""
         return max(0, group - self.ahead) + self.lag
 
     def batch(self, step: int, pool: Iterable[Place], complete: Container[Place]) -> list[Place] | None:
@@ -77,7 +77,7 @@ class StreamRules:
 
 @dataclass
 class StreamSampler(RolloutSampler):
-    """See `RolloutSampler` and the module's docstring."""
+    """Samples the rollouts of each step with `rollout.mode=stream`; see `RolloutSampler` and the module's docstring."""
 
     # by place, the admitted responses not taken: the tokens so far, None without any; and their requests
     _pool: dict[Place, Rollout | None] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class StreamSampler(RolloutSampler):
     def write_ahead(self, done: int, directory: Path) -> dict[str, str]:
         """Writes the admitted responses that none of the `done` steps took, for `read_ahead`; one rank calls this.
 
-        Returns the SHA-256 of the file with the tokens by its path in `directory`; the other one is small.
+        Returns the SHA-256 of the file with the tokens, by its path in `directory`; the small JSON file has none.
         """
         pool: dict[Place, Rollout | None] = {**self._pool}
         if done <= self._taken_by:  # the step that took these did not complete
@@ -129,8 +129,8 @@ class StreamSampler(RolloutSampler):
         """Reads the files of `write_ahead` from the checkpoint with which the run begins. Every rank calls this.
 
         Raises:
-            ValueError: a run with other settings of the stream wrote them, their tokens come from other weights than
-                the known ones of the same number, or they can't be read.
+            ValueError: a run with other settings of the stream wrote them, their tokens come from weights with another
+                digest than the known one of the same step, or the JSON file is damaged.
         """
         file, done = directory / STREAM_FILE, self.first_step
         told: dict[str, Any] | None = first_ranks(json.loads(file.read_text()) if file.exists() else None)
@@ -194,7 +194,7 @@ class StreamSampler(RolloutSampler):
         self._begin(Portion(step, requests, named, places, weights=step, urgent=False, last=True))
 
     def _gather(self, step: int) -> None:
-        """Waits until the step has its responses; raises `StoppedSampling` if it was asked to stop before."""
+        """Waits until the step has its responses; raises StoppedSampling if the run was asked to stop before."""
         assert self._under_way is not None, "everything is complete"
         portion, ticket = self._under_way
         have = self._complete()

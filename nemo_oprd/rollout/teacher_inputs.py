@@ -42,7 +42,7 @@ def add_teacher_inputs(
 class PromptInputs:
     """Inputs of a teacher that reads the student's response tokens after a prompt of its own.
 
-    The prompt comes from `teacher.prompt`, or from a system prompt or a chat template of the teacher's.
+    The prompt comes from `teacher.prompt`, or from the teacher's own system prompt or chat template.
 
     Response tokens beyond the teacher's `max_positions` have no target.
     """
@@ -71,7 +71,7 @@ class TextInputs:
     def __init__(
         self, student: Tokenizer, teacher: Tokenizer, max_positions: int, exact: bool, min_coverage: float
     ) -> None:
-        """Response tokens beyond the teacher's `max_positions` get no target. For the rest see `teacher.alignment`.
+        """Response tokens beyond the teacher's `max_positions` get no target. See `AlignmentConfig` for the rest.
 
         Raises:
             ValueError: the bytes of a tokenizer's tokens are unknown, or the teacher's template changes a response.
@@ -152,9 +152,9 @@ def _alignment(columns: dict[str, np.ndarray]) -> Alignment:
 
 
 def alignment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Computes the fraction of response tokens with mask 1 that have a target: over the batch, in its worst response.
+    """Returns the fraction of response tokens with mask 1 that have a target, in the batch and in its worst response.
 
-    Empty if a rollout has no `teacher_index`, or if no token has mask 1.
+    The result is empty if a rollout has no `teacher_index`, or if no token has mask 1.
     """
     indices = [rollout.teacher_index for rollout in rollouts if rollout.teacher_index is not None]
     if len(indices) < len(rollouts):

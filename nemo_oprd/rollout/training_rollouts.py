@@ -30,9 +30,9 @@ class StoppedSampling(Exception):  # noqa: N818 - no error, like Stopped
     """The run was asked to stop while it sampled. Every rank of the world raises this at the same place.
 
     Attributes:
-        done: the steps so far.
-        sampled: the step that was sampled, from 0.
-        completed, requests: the number of complete responses, which are kept, and of all.
+        done: the number of steps that the run has made.
+        sampled: the step whose responses were being sampled, from 0.
+        completed, requests: the numbers of complete responses, which are kept, and of all requests.
     """
 
     done: int
@@ -53,9 +53,9 @@ class RolloutSampler:
             empty if recorded rollouts already have the sequences.
         cache: stores the rollouts that were sampled last, for a resumed run.
         first_step: the number of steps behind the weights with which the run begins.
-        should_cancel: whether the run was asked to stop; the sampler then cancels the sampling of a step.
-        note: called after each sampling with its begin and end, in seconds since the epoch, and by name with the
-            fields of `Interval` (`run/timeline.py`).
+        should_cancel: returns whether the run was asked to stop; the sampler then cancels the sampling of a step.
+        note: called after each sampling with its start and end, in seconds since the epoch, and with other fields of
+            `Interval` (`run/timeline.py`) as keyword arguments.
         beside: the engine's calls that may include an evaluation; None if evaluations have calls of their own.
         complete: called with a step and responses of it as soon as they are complete, on the rank that has them; None
             if no part of the run needs them early.
@@ -109,7 +109,7 @@ class RolloutSampler:
     def settle(self, step: int) -> None:
         """Waits for responses that are under way: the weights after `step` steps are about to change.
 
-        A server that died meanwhile can get the same weights again until here.
+        Until this call the engine can send the same weights again to a server that it restarts.
 
         Raises:
             StoppedSampling: as `rollouts`.
@@ -118,9 +118,9 @@ class RolloutSampler:
             self._collect(*self._under_way, step)
 
     def unchecked(self) -> list[list[Rollout]]:
-        """Returns the rollouts sampled from the engine's weights since the last call, in the order of sampling.
+        """Returns the rollouts sampled from the engine's weights since the last call, a list per portion, in order.
 
-        The prompt of a part of a response is the whole text before it.
+        A part of a response is a rollout whose prompt is the whole text before the part.
         """
         found, self._unchecked = self._unchecked, []
         return found
@@ -143,8 +143,8 @@ class RolloutSampler:
         The run samples rollouts anew if settings have changed, `rollout.max_lag` among them.
 
         Raises:
-            ValueError: they come from other weights than the known ones of the same number; or the run was one with
-                `rollout.mode=stream`.
+            ValueError: they come from weights with another digest than the known one of the same step; or a run with
+                `rollout.mode=stream` wrote the checkpoint.
         """
         if first_ranks((directory / STREAM_FILE).exists()):
             raise ValueError(
@@ -162,7 +162,7 @@ class RolloutSampler:
                 logger.info(f"the checkpoint has no such rollouts of step {step + 1} as this run samples: sampled anew")
 
     def _sample(self, step: int) -> None:
-        """Samples from the weights after `step` steps, and leaves the last call under way if the step can begin."""
+        """Samples the portions due after `step` steps; leaves the last one under way unless the step needs it."""
         self._note_weights()
         portions = self.schedule.due(self._sampled, step)
         for portion in portions:
@@ -196,7 +196,7 @@ class RolloutSampler:
         return ticket
 
     def _collect(self, portion: Portion, ticket: Ticket, done: int) -> None:
-        """Waits for a portion, while the run has made `done` steps, and stores it for a resume."""
+        """Waits for a portion, and stores it for a resume; `done`: the number of steps that the run has made."""
         step, requests, params = portion.step, portion.requests, portion.params
         self._under_way, began = None, time.time()
         try:
@@ -221,7 +221,7 @@ class RolloutSampler:
         raise StoppedSampling(done, step, len(kept), len(requests))
 
     def _engine_of(self, portion: Portion) -> RolloutEngine | EngineBeside:
-        """Chooses the calls for a portion: an evaluation joins only sampling that runs beside the gradient."""
+        """Returns the engine for a portion; an evaluation may join the last one that these weights sample."""
         return self.beside if self.beside is not None and portion.last else self.engine
 
     def _note(self, portion: Portion, ticket: Ticket, began: float) -> None:
@@ -232,7 +232,7 @@ class RolloutSampler:
         self.note(min(spans)[0], max(ended for _, ended in spans), **more, servers={str(i): served[i] for i in served})
 
     def _came(self, portion: Portion, rollouts: list[Rollout]) -> None:
-        """Takes the responses, or parts, of a portion; a step's first portion has all of its responses."""
+        """Adds a portion's responses or parts to their steps; a step's first portion covers all its responses."""
         came: dict[int, list[Rollout]] = {}
         for (step, i), rollout in zip(portion.places, rollouts, strict=True):
             if step in self._sampled:

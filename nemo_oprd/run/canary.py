@@ -47,8 +47,8 @@ def model_states(
     computes each prompt.
 
     Returns:
-        Layer -> a float32 tensor [T, D] per prompt on the CPU, of the last layer after the final norm; empty on all
-        ranks but the role's first.
+        Layer -> one float32 tensor [T, D] per prompt, on the CPU; the model's last layer after the final norm. Empty on
+        all ranks but the role's first.
     """
     coords, final_layer = role.member_coords, depth if depth == spec.num_layers else None
     rollouts = [Rollout(np.array([], np.int32), np.array(ids, np.int32)) for ids in prompts]
@@ -90,8 +90,8 @@ class Proof:
 
     Attributes:
         key: the model's group in the configuration.
-        verdict: None if it was refused or not tried; `line` says why.
-        line: one line.
+        verdict: None if the model was refused, or not compared.
+        line: the verdict, or why there is none.
     """
 
     key: str
@@ -114,9 +114,9 @@ class _Built:
 
 
 def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = False) -> Iterator[Proof]:
-    """Yields the proof of each model with states of its own. Every rank of the world consumes all of them.
+    """Yields the proof of each model of the run. Every rank of the world consumes all of them.
 
-    The models must have the weights of their files.
+    The models must still hold the weights of their files.
 
     Args:
         provided_only: leave out the models that this project builds, whose families its tests check.
@@ -142,7 +142,7 @@ def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = F
 
 
 def refuse_wrong_states(plan: RunPlan, distiller: Distiller) -> list[str]:
-    """Checks the models that another program builds; returns one line for each. Every rank of the world calls this.
+    """Checks the models that another program builds or serves; returns one line for each. Every rank calls this.
 
     Raises:
         ValueError: the states of a model are not transformers', or transformers does not run the model.
@@ -174,7 +174,7 @@ def _models(plan: RunPlan, distiller: Distiller) -> Iterator[_Built]:
 
 
 def _proof(built: _Built, precision: str) -> Proof:
-    """Returns the proof of one model, from the cache or from transformers. Every rank of the world calls this."""
+    """Returns the proof of one model, cached or by comparison with transformers. Every rank of the world calls this."""
     spec, layout, first = built.files.spec, built.role.layout, built.role.layout.first_rank
     # Transformer Engine multiplies float32 matrices in TF32, which is between float32 and bfloat16
     exact = precision == "fp32" and built.chunks is not None and not _rounds(built.chunks[0])
@@ -210,7 +210,7 @@ def _compared(
     window: int | None,
     key: str,
 ) -> tuple[CanaryVerdict | None, str]:
-    """Returns (the verdict, or None; its line)."""
+    """Compares states with transformers' and keeps the verdict; returns (verdict or None if refused, its line)."""
     try:
         verdict = prove(found, measure("float32"), family, dtype=dtype, measure=measure, window=window)
     except ValueError as error:
@@ -223,5 +223,5 @@ def _compared(
 
 
 def _rounds(chunk: DistillingModel) -> bool:
-    """Returns whether a chunk's float32 products are TF32."""
+    """Returns whether a chunk multiplies float32 matrices in TF32."""
     return chunk.backend == "transformer_engine" and torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""`nemo-oprd capture`: checks the states of a vLLM server, then writes those of every token of many sequences.
+"""`nemo-oprd capture`: checks the states of a vLLM server, then writes the states of all tokens of many sequences.
 
     DIR/hidden_states/hs_N.safetensors    one sequence: token_ids int64 [T], hidden_states [T, layers, D]
     DIR/manifest.json                     written last: the tensors' meaning, their model, and the result of the check
@@ -141,7 +141,7 @@ def _capture(options: CaptureOptions) -> None:
 
 
 def parse_layers(text: str, depth: int) -> list[int | str]:
-    """Returns the states that `--layers` names, ascending, the one after the final norm last.
+    """Returns the layers that `--layers` names, ascending; the state after the final norm (`FINAL`) comes last.
 
     Raises:
         ValueError: there is no such layer, or one is named twice.

@@ -59,20 +59,20 @@ _FORMAT_1_DEFAULTS |= {"trained_projectors": None, "adaptive_gaps": {}}
 
 
 def iteration_directory(root: Path, step: int) -> Path:
-    """Returns the directory of the checkpoint after `step` updates."""
+    """Returns the directory of the checkpoint after `step` steps."""
     return root / f"iter_{step:07d}"
 
 
 def partial_directory(root: Path, step: int) -> Path:
-    """Returns the directory that holds that checkpoint until it is complete."""
+    """Returns the directory that holds the checkpoint after `step` steps until it is complete."""
     return partial_path(iteration_directory(root, step))
 
 
 def find_checkpoint(root: Path, damaged: Mapping[int, str] | None = None) -> tuple[int | None, list[str]]:
-    """Returns the updates in the newest complete checkpoint (None: there is none), and a line per skipped checkpoint.
+    """Returns the step of the newest complete checkpoint (None: there is none), and a line per skipped checkpoint.
 
     Args:
-        damaged: number of updates of a checkpoint -> the damage that `find_damage_inside` found in it.
+        damaged: step of a checkpoint -> the damage that `find_damage_inside` found in it.
 
     Raises:
         ValueError: the tracker file holds no number, there are checkpoints and none is complete, or the newest one has
@@ -142,9 +142,9 @@ def find_damage(directory: Path) -> str | None:
 
 
 def find_damage_inside(directory: Path, rank: int = 0, ranks: int = 1, *, of_weights: bool = False) -> str | None:
-    """Does what `find_damage` does with the contents of all files: with this rank's share, if several ranks call this.
+    """Returns the damage that reading files and comparing digests finds; None if there is none, or no digest.
 
-    `of_weights` leaves out the files that describe the model, which a user may have changed.
+    Each of several `ranks` reads its share. `of_weights` leaves out the model's description, which users may change.
     """
     try:
         state = _load_state(directory)
@@ -245,9 +245,9 @@ def commit_checkpoint(
 
     A run killed during this call resumes from this checkpoint or from the one before, and best.json stays correct.
 
-    `state` is the content of state.json: "step" and any other keys, without "files", "format" and digests; `best` that
-    of best.json if this checkpoint is the best one so far; `digests` those of the files that were digested during the
-    write. This function reads and digests the other files, which are small.
+    `state` is the content of state.json: "step" and any other keys, without "files", "format" and digests. `best` is
+    the content of best.json, if this checkpoint is the best so far. `digests` has the files that were digested while
+    they were written; this function reads and digests the other files, which are small.
     """
     partial, final = partial_directory(root, state["step"]), iteration_directory(root, state["step"])
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
@@ -275,7 +275,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def prune(root: Path, keep: int, newest: int) -> None:
-    """Removes checkpoints before `newest` beyond the last `keep` (0 keeps all); the best checkpoint stays.
+    """Removes the checkpoints up to `newest`, except the last `keep` of them (0 keeps all) and the best one.
 
     Checkpoints after `newest` stay, too: they belong to a branch of training that the user went back from, and only the
     user may delete them.

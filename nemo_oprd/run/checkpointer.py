@@ -25,7 +25,7 @@ class EvaluationOutcome:
     """The result of a step's evaluation, as far as the step's checkpoint depends on it.
 
     `best`: on the first rank, the content of best.json if this is the best evaluation so far; else None. `deferred`:
-    set if the evaluation has not ended, so that a start from this checkpoint repeats it; see `EVALUATION_DEFERRED`.
+    if the evaluation has not ended, the name of its weights; a start from this checkpoint makes the evaluation.
     """
 
     best: dict[str, Any] | None = None
@@ -39,11 +39,11 @@ class Checkpointer:
     Attributes:
         root: the run's directory of checkpoints.
         source: directory of the student's config.json and tokenizer, which are copied into every checkpoint.
-        skipped_in_a_row: number of the last steps that all had a skipped update; initially that before a resume.
+        skipped_in_a_row: number of consecutive last steps with a skipped update; after a resume, those before it, too.
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
         before_save: waits for the background writer: a run that resumes after a step does not write its files again.
-        write_ahead: writes responses already sampled for the steps after `done` ones into a checkpoint's directory, and
-            returns the SHA-256 of each file by its path in there.
+        write_ahead: given (steps so far, directory of a checkpoint), writes the responses already sampled for later
+            steps into it; returns the path of each file in the directory -> its SHA-256.
     """
 
     train: TrainConfig
@@ -60,7 +60,7 @@ class Checkpointer:
     _after: tuple[int, int] | None = None  # (steps, optimizer steps) after the last step of this process
 
     def after_step(self, done: int, updates: list[Update | None], evaluation: EvaluationOutcome) -> None:
-        """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or before an early end.
+        """Saves a checkpoint if one is due: periodically, after the last step, for a new best, or after a signal.
 
         `done` is the number of steps so far; an update of the last step is None on ranks outside the student.
 
@@ -97,7 +97,7 @@ class Checkpointer:
         """Stops the run in a step whose responses are not complete.
 
         Raises:
-            Stopped: always; the weights after the steps so far are saved, unless the run began with them.
+            Stopped: always; the weights after the last complete step are saved, unless a checkpoint has them.
         """
         if stopped.done > self.saved:
             self._save(stopped.done, EvaluationOutcome(deferred=self._deferred))
@@ -111,7 +111,7 @@ class Checkpointer:
         """Stops the run in a step that waited for a server; the results of that step are lost.
 
         Raises:
-            Stopped: always; the weights after the last step are saved, unless an update of this one has changed them.
+            Stopped: always; the weights after the last complete step are saved, unless a later update changed them.
         """
         done, optimizer_steps = self._after or (self.saved, self.student.optimizer_steps)
         if done > self.saved and self.student.optimizer_steps == optimizer_steps:

@@ -1,8 +1,8 @@
-"""Checks of a start that need only a configuration, a number of ranks and config.json, and `idle_ranks`.
+"""Defines `idle_ranks`, and the checks of a start that need only a configuration, a number of ranks and config.json.
 
 No torch, no weights. Each function is one check. The checks of a stage are in a table with their codes, in order:
 `LAYOUT_CHECKS` here, `config_checks`, `run_checks` and `sampling_checks` in `preflight.py`. `train` and the other
-commands stop at the first refusal; `doctor` reports all of a stage. `inputs.py` has what needs files.
+commands stop at the first refusal; `doctor` reports all of a stage. `inputs.py` has those that need files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Stage = TypeVar("Stage")
 
 @dataclass(frozen=True)
 class Check(Generic[Stage]):
-    """A check of a stage of a start.
+    """One check that a stage of a start has to pass.
 
     Attributes:
         code: its name, which `doctor` writes beside a refusal.
@@ -57,7 +57,7 @@ class Refusal:
 
 
 def refusals(checks: Iterable[Check[Stage]], stage: Stage) -> Iterator[Refusal]:
-    """Makes the checks in order; yields those that fail. A caller that stops here makes no later check."""
+    """Makes the checks in order; yields those that fail. If the caller stops at one, later checks are not made."""
     for check in checks:
         try:
             check.function(stage)
@@ -117,7 +117,7 @@ class IdleRanks:
 
 
 def shares(responses: int, teachers: int) -> list[int]:
-    """Returns the number of responses per teacher, spread evenly; each teacher's are divided over ranks separately."""
+    """Returns the number of responses per teacher, spread evenly: ranks divide each teacher's responses separately."""
     return [responses // teachers + (number < responses % teachers) for number in range(teachers)]
 
 
@@ -127,7 +127,7 @@ def idle_ranks(
     """Returns the idle ranks of a step; None if every rank has a response.
 
     Args:
-        recorded: the number of recorded responses of which every step consists; None: what the configuration samples.
+        recorded: number of recorded responses, all of which every step uses; None: the number that a step samples.
         has_gpus: whether ranks have GPUs, on which servers of this run sample.
     """
     responses = config.train.prompts_per_step * config.rollout.per_prompt if recorded is None else recorded
@@ -149,7 +149,7 @@ def idle_ranks(
 
 
 def _idle(role: str, ranks: int, groups: int, responses: int) -> Idle:
-    """Returns the idle ranks of `groups` groups, of which the first ones get the responses."""
+    """Returns the idle ranks of one role: those of the groups for which no response is left."""
     return Idle(role, max(0, groups - responses) * (ranks // groups), ranks, groups)
 
 
@@ -219,7 +219,7 @@ def trainer_ranks(config: Config, world_size: int) -> int:
 
 
 def check_engine(config: Config, student: ModelSpec) -> None:
-    """Raises ValueError unless the rollout engine is installed, or addressed, and can run the student.
+    """Raises ValueError unless the engine is installed, or has addresses of servers, and can run the student.
 
     Args:
         student: the architecture of the model to sample from.
@@ -228,7 +228,7 @@ def check_engine(config: Config, student: ModelSpec) -> None:
 
 
 def check_teacher_servers(config: Config) -> None:
-    """Raises ValueError unless the servers of teachers with `teacher.engine=vllm` can be started, or are addressed."""
+    """Raises ValueError unless the servers of teachers with `teacher.engine=vllm` can start, or have addresses."""
     endpoints = _teacher_endpoints(config)
     for key, urls in endpoints.items():
         check_endpoints(urls, config.teacher.vllm.token_file, key, KEY)
@@ -239,7 +239,7 @@ def check_teacher_servers(config: Config) -> None:
 def wait_for_endpoints(config: Config) -> None:
     """Waits on the first rank, before the ranks join, until all external servers respond.
 
-    Their users check their weights and settings later.
+    The weights and settings of these servers are checked later, where they are used.
 
     Raises:
         ValueError: a server did not respond within its `start_timeout`.
@@ -280,7 +280,7 @@ class PlacedModels:
     """The models of a run on their ranks.
 
     Attributes:
-        teachers: all teachers, also those on servers, which have no ranks.
+        teachers: all teachers, including those on servers, which have no ranks.
     """
 
     config: Config
@@ -296,7 +296,7 @@ def check_layouts(
     """Returns (student layout, teacher layout) after all `LAYOUT_CHECKS`.
 
     Raises:
-        ValueError: the parallel sizes do not fit the number of ranks, or a model's heads, widths or layers.
+        ValueError: the parallel sizes do not fit the number of ranks, or one of the checks fails.
     """
     layouts = make_layouts(config, world_size)
     stop_at_first(refusals(LAYOUT_CHECKS, PlacedModels(config, student, teachers, *layouts)))
@@ -360,9 +360,9 @@ def check_layers(
 
 
 def check_router_settings(config: Config, student: ModelSpec) -> None:
-    """Raises ValueError if routers are to be trained or replayed in a student without experts.
+    """Raises ValueError if the configuration has a setting for routers that the student's model does not support.
 
-    It also raises for replay with LongRoPE, whose experts before and after the switch of factors differ.
+    Replay is refused with LongRoPE, because routers choose other experts after the switch of factors.
     """
     for name in ("router_aux_loss", "router_z_loss", "router_dtype", "router_replay"):
         value = getattr(config.student, name)
@@ -444,7 +444,7 @@ def check_same_architecture(student: ModelSpec, teacher: ModelSpec) -> None:
 
 
 def _shown(value: object) -> str:
-    """Returns a value of a model's architecture, in few words."""
+    """Formats a value of a model's architecture for a message."""
     if isinstance(value, Rope):
         return (
             f"(theta {value.theta:g}, {value.kind}, {dict(value.settings)})" if value.settings else f"{value.theta:g}"
@@ -493,7 +493,7 @@ def check_logging(config: Config) -> None:
 def _is_installed(package: str) -> bool:
     """Returns whether the package can be imported. A folder without code in the working directory does not count.
 
-    W&B and TensorBoard are used with folders `wandb` and `tensorboard`, which Python finds as namespace packages.
+    Runs with W&B and TensorBoard leave folders `wandb` and `tensorboard`, which Python takes for namespace packages.
     """
     found = find_spec(package)
     return found is not None and found.origin is not None
@@ -525,7 +525,7 @@ def check_one_teacher(config: Config) -> None:
 
 
 def check_graders(config: Config) -> None:
-    """Raises ValueError unless the judge is installed and the graders exist; imports those of the user's own."""
+    """Raises ValueError unless the judge is installed and the graders exist; imports the user's own graders."""
     check_judge("evaluation.judge", config.evaluation.judge)
     GraderChoice(config.evaluation.graders, config.evaluation.judge)
 

@@ -2,7 +2,7 @@
 
 No start changes an existing file: a start with other settings adds a file, and a start with the settings of an earlier
 file refers to that file. `record_environment` adds an entry per start to environment.json; its `config` names the file
-of settings, and `after_step` the steps before it. Entries of earlier versions have neither. Imports no torch.
+of settings, and `after_step` the steps before it. Entries of earlier versions have neither.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STARTS = "environment.json"
 
 @dataclass(frozen=True)
 class Span:
-    """Steps that ran with the settings of one file: those after `after` others, up to the next span."""
+    """Steps that ran with the settings of one file, from `after` + 1 to the beginning of the next span."""
 
     after: int
     file: str
@@ -61,7 +61,7 @@ def spans(directory: Path) -> list[Span]:
 
 
 def config_at(directory: Path, step: int) -> Path | None:
-    """Returns the file whose settings update `step` (from 1) used; None if there is none."""
+    """Returns the file with the settings under which step `step` (from 1) ran; None if there is none."""
     names = [span.file for span in spans(directory) if span.after < step]
     file = directory / names[-1] if names else current_config(directory)
     return file if file.is_file() else None

@@ -40,11 +40,7 @@ class RunPrompts:
 
 
 def read_run_prompts(config: Config, tokenizer: Tokenizer, max_positions: int) -> RunPrompts:
-    """Reads, prepares and encodes the training prompts.
-
-    Raises:
-        ValueError: as `prepare_prompts` and `encode_prompts`.
-    """
+    """Reads, prepares and encodes the training prompts; raises ValueError as `prepare_prompts` and `encode_prompts`."""
     report = DataReport()
     prepared = prepare_prompts(config, report)
     requests = encode_prompts(config, prepared, tokenizer, max_positions, report)
@@ -62,9 +58,8 @@ def encode_prompts(
     """Returns the training prompts as requests, per file; applies `data.over_long` above `data.max_prompt_tokens`.
 
     Raises:
-        ValueError: all prompts of a file are too long, a prompt is too long and `data.over_long=refuse`, or cannot be
-            cut, or leaves no room for a response, has no teacher, or lacks a field that `teacher.prompt` needs, or a
-            teacher has no prompts.
+        ValueError: all prompts of a file are too long; or a prompt is too long and `data.over_long=refuse`, cannot be
+            cut, leaves no room for a response, or lacks a field that `teacher.prompt` needs.
     """
     limit, longest, number = config.data.max_prompt_tokens, 0, 0
     files = config.data.train_files
@@ -98,7 +93,11 @@ def encode_prompts(
 
 
 def _over_long(config: Config, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[Prompt, list[int]]:
-    """Drops the beginning of a prompt's problem; returns the prompt with as many words as fit, and its ids."""
+    """Drops the beginning of a long prompt's last message; returns the prompt with the words that fit, and its ids.
+
+    Raises:
+        ValueError: `data.over_long=refuse`, or not even the last word fits.
+    """
     limit = config.data.max_prompt_tokens
     assert limit is not None
     if config.data.over_long == "refuse":
@@ -161,7 +160,7 @@ def files_in_words(config: Config) -> str:
 
 
 def _fingerprint(prompts: TrainingPrompts) -> str:
-    """Returns the sha256 (hex) of all that defines a position in the visiting order, except the seed."""
+    """Returns the SHA-256 (hex) of the prompts and of all that determines their order, except the seed."""
     known = hashlib.sha256(repr((prompts.order.sizes, prompts.order.weights)).encode())
     for request in prompts.requests:
         known.update(json.dumps([request.prompt_ids, request.answer]).encode())
@@ -213,10 +212,10 @@ def read_training_data(run: RunSpec, files: RunFiles) -> TrainingData:
 
 
 def read_prompts(config: Config, files: RunFiles, routing: Routing) -> tuple[RunPrompts, list[TeacherInputs | None]]:
-    """Returns (the prompts; `TrainingData.teacher_inputs`).
+    """Returns (the encoded prompts, `TrainingData.teacher_inputs`).
 
     Raises:
-        ValueError: there are no prompts, prompts do not fit the models, or a tokenizer does not fit its model.
+        ValueError: prompts are missing or do not fit models or teachers, or a tokenizer does not fit its model.
     """
     check_prompts_given(config)
     files.student.check_vocabulary()
@@ -238,7 +237,7 @@ def recorded_rollouts(config: Config, models: RunModels) -> list[Rollout] | None
     """Returns the rollouts of `rollout.replay`, checked against the models; None if it is not set.
 
     Raises:
-        ValueError: as `read_rollouts`.
+        ValueError: `read_rollouts` refuses the file, or a rollout's data source has no teacher.
     """
     if config.rollout.replay is None:
         return None
@@ -296,7 +295,7 @@ def check_teacher_prompts(
 
 
 def check_bridge_tokenizers(objective: Objective, files: RunFiles) -> None:
-    """Raises ValueError if a bridge was fitted with other tokenizers than those of the models."""
+    """Raises ValueError if a bridge was fitted with tokenizers other than the models'."""
     student = files.student.tokenizer
     for match, files_of_teacher in zip(objective.teachers, files.teachers, strict=True):
         if match.bridge is None:

@@ -53,12 +53,12 @@ class EngineKind:
         label: its name in reports.
         key: the group of configuration keys with its settings; `KEY.tensor` is the number of GPUs of a group.
         in_process: it samples in the trainer's processes from a copy of the student, in their remaining memory.
-        check: raises ValueError unless the engine is installed, or addressed, and can run the model; imports no torch.
+        check: raises ValueError unless it is installed, or has addresses of servers, and can run the model. No torch.
         check_device: raises ValueError if it can't run the model on this machine; needs no process group.
         trainer_ranks: returns how many of the given ranks hold models of the trainer; the engine has the ranks after
             them. Raises ValueError if none remains.
         groups: returns the groups that sample for a student on the given number of ranks.
-        build: see `make_engine`.
+        build: makes the engine, from the arguments of `make_engine`.
         sampled_with: entries that identify the engine in files about kept responses. Files of versions that had only
             the in-process engine lack them, so its entries are empty.
     """
@@ -96,7 +96,7 @@ def make_engine(
         directory: where the model's config.json is.
         ranks: the layout of the student, whose ranks the engine may use.
         eos_ids: ids that end a response.
-        sampled: the ids that may be sampled; None: all for which the model has rows, with and without a token.
+        sampled: the ids that may be sampled; None: all rows of the model's embedding, even those without a token.
 
     Raises:
         ValueError: the engine does not fit the ranks or the model, or it is not installed.

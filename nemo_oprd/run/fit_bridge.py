@@ -178,7 +178,7 @@ def _batch_size(config: Config) -> int:
 
 
 def _read_kept(file: Path, requests: list[Request], vocab_size: int) -> list[Rollout] | None:
-    """Reads the rollouts of these requests that an earlier start kept in `file`, or None; the same on every rank."""
+    """Returns the rollouts of `requests` that an earlier start kept in `file`, on every rank; None if it kept none."""
     kept: list[Rollout] = []
     if dist.get_rank() == 0 and file.is_file():
         rollouts = read_rollouts(file, vocab_size)
@@ -223,7 +223,7 @@ def fit_bridge(spec: RunSpec) -> None:
 
 
 def _without_sequence_parallelism(spec: RunSpec) -> RunSpec:
-    """Switches sequence parallelism off, so that tensor ranks have all rows to share pairs; refuses experts."""
+    """Returns `spec` without sequence parallelism, so that tensor ranks have all rows; refuses experts with TP > 1."""
     student, layout = spec.config.student, replace(spec.student_layout, sequence=False)
     check_experts_train(spec.models.student.spec, layout)
     parallel = replace(student.parallel, sequence=False)
@@ -234,7 +234,7 @@ def _without_sequence_parallelism(spec: RunSpec) -> RunSpec:
 def _collect_statistics(
     config: Config, distiller: Distiller, source: RolloutSource, signals: Signals
 ) -> list[PairStatistics]:
-    """Collects statistics of all rows for this rank's layer pairs: the same on its data and context parallel peers."""
+    """Returns statistics over all rows for this rank's layer pairs, equal on its data- and context-parallel peers."""
     parts = assign_parts(range(source.count), config.bridge.held_out, config.seed)
     student, objective = distiller.student, distiller.objective_of(None)
     coords, statistics, first, rows = student.role.coords, _empty_statistics(config, distiller), 0, 0
@@ -283,7 +283,7 @@ def _empty_statistics(config: Config, distiller: Distiller) -> list[PairStatisti
 
 
 def _fit(config: Config, distiller: Distiller, statistics: list[PairStatistics], source: RolloutSource) -> Bridge:
-    """Divides this rank's pairs among its data and context parallel peers and fits them; the same on every rank."""
+    """Divides this rank's pairs among its data- and context-parallel peers and fits them; returns the whole bridge."""
     settings, role, objective = config.bridge, distiller.student.role, distiller.objective
     own: list[PairStatistics] = []
     if role.is_member:

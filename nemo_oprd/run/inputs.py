@@ -4,7 +4,7 @@
     RunInputs    what it reads: tokenizers, prompts or recorded rollouts, weights' files, the checkpoint to resume from
     TrainingRun  what runs: models, engine, sampler, records                    training.py
 
-`read_inputs` makes every check that needs no model, and leaves no trace: it writes nothing and does not communicate.
+`read_inputs` makes every check that needs no model, and leaves no trace: it writes nothing and uses no collective.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ResumePoint:
     """The checkpoint from which a run goes on.
 
     Attributes:
-        step: updates in it; None for a new run.
-        notes: lines about damaged checkpoints that were skipped, and a missing digest.
+        step: steps before it; None for a new run.
+        notes: lines about damaged checkpoints that were skipped, and about missing digests.
         changed: settings that differ from those under which the last kept step ran; all are permitted.
         seen: the checkpoints that were there, as `newest_steps` returns them.
     """
@@ -54,7 +54,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a training run; see the module."""
+    """The checked inputs of a training run."""
 
     plan: RunPlan
     data: TrainingData
@@ -62,7 +62,7 @@ class RunInputs:
 
     @property
     def spec(self) -> RunSpec:
-        """Returns the stage from which these inputs were made."""
+        """Returns the models, layers and layouts for which these inputs were read."""
         return self.plan.run
 
     @property
@@ -106,13 +106,13 @@ def read_data_and_models(spec: RunSpec, files: RunFiles) -> tuple[TrainingData, 
 
 
 def find_resume_point(plan: RunPlan, damaged: Mapping[int, str] | None = None) -> ResumePoint:
-    """Finds the newest checkpoint of the run's directory that is complete and belongs to this run.
+    """Finds the checkpoint to resume from, the newest undamaged one; its `step` is None if there are no checkpoints.
 
     Args:
-        damaged: updates of a checkpoint -> the damage that its digests have shown.
+        damaged: step of a checkpoint -> the damage that its digests have shown.
 
     Raises:
-        ValueError: no checkpoint is complete, the newest one is of another student or of a run that cannot go on with
+        ValueError: all checkpoints are damaged, the newest one is of another student or of a run that cannot go on with
             these settings, or settings that change the result differ without permission.
     """
     config, root, known = plan.run.config, checkpoints_of(plan.run.config), dict(damaged or {})
@@ -129,7 +129,7 @@ def _check(plan: RunPlan, root: Path, step: int) -> str | None:
     """Returns the damage of a checkpoint that cannot be read; None if this run can go on from it.
 
     Raises:
-        ValueError: it is of another student, or was made with a setting with which this run cannot go on.
+        ValueError: it is of another student, or of a run that cannot go on with these settings.
     """
     config = plan.run.config
     try:
@@ -150,7 +150,7 @@ def _check(plan: RunPlan, root: Path, step: int) -> str | None:
 
 
 def agree_on_resume(inputs: RunInputs) -> ResumePoint:
-    """Returns the first rank's resume point, whose files are whole; the same on every rank of the world.
+    """Returns the first rank's resume point, after a comparison of its files with their digests, on every rank.
 
     The first rank holds the lock of the directory by now. It looks again only if another run has written a checkpoint
     in between. Every rank reads its share of the checkpoint's files.

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
-    """Yields one line per mistake: models that look exchanged, and prompts that a chat template makes the same."""
+    """Yields a line per likely mistake: swapped models, a teacher evaluated in another conversation, equal prompts."""
     run, student = plan.run, plan.files.student
     for teacher in run.models.teachers:
         if TEACHER_KINDS[run.config.teacher.weights].own_model:
@@ -55,11 +55,11 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
 
 
 def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = str) -> str | None:
-    """Returns a line if nearly all prompts of a source are the same to a model; None if they are not.
+    """Returns a line if a model reads nearly all prompts of a source as the same one; None if they differ.
 
     Args:
         prompts: each as the model reads it, after its chat template.
-        show: returns the text of one of them.
+        show: returns the text of a prompt.
     """
     prompt, lead = None, 0
     for each in prompts:  # Boyer and Moore's vote: only this one can be more than half of them
@@ -76,7 +76,7 @@ def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = 
 
 
 def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
-    """Returns a line if a teacher has fewer weights in its layers than the student; else, and on servers, None."""
+    """Returns a line if a teacher's layers have fewer weights than the student's; else, and for servers, None."""
     ours, theirs = layer_weights(student), layer_weights(teacher)
     if theirs >= ours or not teacher.ffn_size:  # `read_served_spec` does not read it
         return None

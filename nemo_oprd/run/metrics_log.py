@@ -1,7 +1,7 @@
 """A run's metrics: metrics.jsonl (the source of every plot), TensorBoard, optionally W&B, and a progress line.
 
-Only the world's first rank writes. `step` counts completed updates: a line with step 5 describes the fifth update, or
-an evaluation after it. A resumed run drops the lines of the steps that it is about to repeat.
+Only the world's first rank writes. `step` counts completed steps: a line with step 5 describes the fifth step, or an
+evaluation after it. A resumed run drops the lines of the steps that it is about to repeat.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class MetricsLog:
     """Writes the metrics of one run directory.
 
     Args:
-        first_step: completed updates of the checkpoint from which the run resumes; 0 for a new run.
+        first_step: completed steps of the checkpoint from which the run resumes; 0 for a new run.
 
     Attributes:
-        config_file: name of the file that holds the settings of this start; "" on other ranks than the first.
+        config_file: name of the file that holds the settings of this start; "" on all but the first rank.
     """
 
     config_file = ""
@@ -89,7 +89,7 @@ class MetricsLog:
             self._wandb.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Appends one line: `metrics` after `step` updates."""
+        """Appends one line: `metrics` after `step` steps."""
         if not self.writes:
             return
         with naming(self.path), self.path.open("a") as file:
@@ -104,15 +104,15 @@ class MetricsLog:
             self._wandb.log({"step": step, **metrics})
 
     def history(self, metric: str) -> dict[int, float]:
-        """Returns step -> finite value of a metric in this run, also before a resume; {} on all but the first rank."""
+        """Returns step -> finite value of a metric, from all starts of the run; {} on all but the first rank."""
         return {record["step"]: record[metric] for record in self._records() if record.get(metric) is not None}
 
     def evaluated(self, step: int) -> bool:
-        """Returns whether validation metrics of `step` were written, also before a resume; False on other ranks."""
+        """Returns whether the run has written validation metrics of `step`; False on all but the first rank."""
         return any(name.startswith("val/") for record in self._records() if record["step"] == step for name in record)
 
     def progress(self, done: int, metrics: dict[str, float]) -> None:
-        """Logs the progress line after update `done`, with an estimate of the remaining time."""
+        """Logs the progress line after step `done`, if one is due, with an estimate of the remaining time."""
         if not self.writes or (done % self.every and done != self.steps):
             return
         shown = [f"{label} {form.format(metrics[name])}" for name, label, form in _PROGRESS_METRICS if name in metrics]
@@ -134,7 +134,7 @@ class MetricsLog:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Keeps the lines of JSON up to `step` of a resumed run, by their key `step`; a new run (step 0) keeps none."""
+    """Removes an incomplete line, and those whose key `step` is above `step`; for a new run (0), all lines."""
     if not path.exists():
         return
     kept = []

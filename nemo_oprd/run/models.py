@@ -129,14 +129,14 @@ class ModelFiles:
             refuse_damage(self.weights_directory, together=True)
 
     def close(self) -> None:
-        """Closes the weights: an open file stays mapped, and a Megatron checkpoint keeps the last tensor it read."""
+        """Closes the weights: open files stay mapped, and a Megatron checkpoint keeps the tensor that it read last."""
         self.__dict__.pop("read", None)
 
     def open(self) -> TensorReader:
-        """Returns a function that reads a tensor of the model by its HF name, from either kind of source.
+        """Returns a function that reads a tensor of the model by its HF name, from HF files or a Megatron checkpoint.
 
         That function raises ValueError for a tensor that holds NaN or infinite values.
-        Of a model that vLLM servers compute, only the LM head is read.
+        For a model that runs on vLLM servers, it reads the LM head, whatever the name.
 
         Raises:
             ValueError: a file is missing or damaged, or its tensors are not those of this architecture.
@@ -153,7 +153,7 @@ class ModelFiles:
         return finite(checkpoint.__getitem__, checkpoint.path)
 
     def check_vocabulary(self) -> None:
-        """Raises ValueError if the tokenizer has ids or stop ids outside the model's vocabulary."""
+        """Raises ValueError if ids or stop ids are outside the model's vocabulary, or no stop id has a token."""
         tokenizer, spec = self.tokenizer, self.spec
         largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
         if largest >= spec.vocab_size:
@@ -191,7 +191,7 @@ class RunFiles:
         return ModelFiles(model, ChatTemplate(file, own.chat_template_args, own.system_prompt, keys))
 
     def conversations(self) -> dict[str, dict[str, Any]]:
-        """Returns by role the rendering settings of models that read prompts; of teachers only with own prompts."""
+        """Returns role -> rendering settings; of teachers only if they read text or prompts of their own."""
         if self._replays:
             return {}
         found = {"student": self.student.tokenizer.conversation()}
@@ -202,7 +202,7 @@ class RunFiles:
 
     @cached_property
     def sampled_ids(self) -> TokenIds:
-        """Returns the ids that may be sampled: those with a token for which every teacher that reads them has a row.
+        """Returns the ids that may be sampled: those that have a token, and a row in every teacher that reads them.
 
         For recorded rollouts these are all ids for which the models have rows; no tokenizer is read.
 
@@ -213,7 +213,7 @@ class RunFiles:
         return TokenIds(limit) if self._replays else self.student.tokenizer.ids(limit)
 
     def shared_ids(self, number: int) -> TokenIds | None:
-        """Returns the ids on which the student and a teacher that reads them are compared; None if tokenizers differ.
+        """Returns the ids on which student and teacher are compared; None if the teacher can't read the student's ids.
 
         With equal tokenizers these are all ids for which both models have rows. If the teacher has more tokens, they
         are the student's ids: rows that only the teacher uses carry no information about the student's.
@@ -289,7 +289,7 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
         trainable: whether the student gets gradients and an optimizer.
 
     Raises:
-        ValueError: weights do not fit their model.
+        ValueError: weights do not fit their model, a checkpoint is damaged, or a server is missing or wrong.
     """
     wait_for_endpoints(plan.run.config)
     init_distributed()
@@ -310,7 +310,7 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
 
 
 def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
-    """Starts the servers of teachers with `teacher.engine=vllm`, while models load; returns them by teacher."""
+    """Starts the servers of teachers with `teacher.engine=vllm`, without waiting for them; returns them by teacher."""
     run = plan.run
     if not run.config.served_teachers:
         return {}
@@ -389,7 +389,7 @@ def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool
 
 
 def distiller_for(config: Config) -> Distiller:
-    """Builds student and teachers of a configuration on the ranks of this job, for programs without a whole training.
+    """Builds student and teachers of a configuration on the ranks of this job, for programs other than the commands.
 
     Raises:
         ValueError: as `resolve`, `make_plan` and `build_distiller`.

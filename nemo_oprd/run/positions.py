@@ -25,7 +25,7 @@ class TooFewPositions:
 
     Attributes:
         text: the finding, the expected state, and the fix.
-        positions, tokens: of the model, and of the longest sequence; without the prompt where its length is not known.
+        positions, tokens: of the model, and of its longest sequence; a prompt of unknown length counts as 1 token.
     """
 
     role: str
@@ -80,7 +80,7 @@ def too_few_positions(
 
     Args:
         teachers: by their numbers in the run.
-        prompt: tokens of the longest prompts; None: unknown, so that responses alone count.
+        prompt: tokens of the longest prompts; None: unknown, counted as 1.
     """
     if config.rollout.replay is not None:
         return

@@ -40,8 +40,8 @@ class NamedFile:
     """A file, or a directory (`is_directory`), that a command reads.
 
     Attributes:
-        expected, fix: for the message where it is missing.
-        extensions: of files that a user may name in place of a directory.
+        expected, fix: for the message if it is missing.
+        extensions: of files to list in the message if the path is a directory.
     """
 
     key: str
@@ -52,7 +52,7 @@ class NamedFile:
     is_directory: bool = False
 
     def check(self, origin: Origin | None) -> None:
-        """Raises ValueError, with the YAML file that names the path, unless something readable is there."""
+        """Raises ValueError, which names the YAML file that sets the path, unless a file or directory is there."""
         path = Path(self.path)
         if path.is_dir() if self.is_directory else path.is_file():
             return
@@ -72,7 +72,7 @@ def check_models(config: Config, origin: Origin | None = None, *, student_alone:
 
 
 def check_files(config: Config, command: str, origin: Origin | None = None) -> None:
-    """Raises ValueError unless the files exist that `command` reads besides the models; see `check_models`."""
+    """Raises ValueError unless the files exist that `command` reads besides models; `origin` as in `check_models`."""
     for named in _files(config, command):
         named.check(origin)
 
@@ -158,7 +158,7 @@ class StartRequest:
         check_models(self.config, self.origin, student_alone=self.command == "evaluate")
 
     def check_replays(self) -> None:
-        """Raises ValueError unless `verify` has recorded rollouts; see `checks.check_replays`."""
+        """Raises ValueError unless `verify` has recorded rollouts, and `hf_path` of all models for the reference."""
         checks.check_replays(self.config, against_reference=self.against_reference)
 
 
@@ -188,7 +188,7 @@ MODEL_MISSING = "model-missing"
 
 
 def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
-    """Yields the checks of a run with teachers on its ranks that this command needs, in order."""
+    """Yields the checks of a `RunSpec` that this command needs, in order."""
     if request.command in _WITHOUT_LAUNCH:
         return
     launches = request.command != "doctor"
@@ -226,8 +226,8 @@ def preflight(
         against_reference, origin: as in `StartRequest`.
 
     Raises:
-        ValueError: the configuration and the models' config.json contain a mistake, or torch does not see the GPUs that
-            the launcher gives.
+        ValueError: there is a mistake in the configuration or a model's config.json, a file or a package is missing, or
+            torch does not see the GPUs that the launcher gives.
     """
     request = StartRequest(config, world_size, command, against_reference, origin)
     stop_at_first(refusals(config_checks(request), request))

@@ -44,7 +44,7 @@ def held_out_problems(config: Config) -> list[Prompt]:
 
 
 def training_prompts(config: Config) -> list[Prompt]:
-    """Returns all training prompts of the files, with the suffix; the held-out ones, too.
+    """Returns the prompts of all training files, with the suffix, including the held-out ones.
 
     Raises:
         ValueError: a file cannot be read.
@@ -66,7 +66,7 @@ def validation_problems(config: Config) -> dict[str, list[Prompt]]:
 
 
 def say_shares(config: Config, sizes: Sequence[int], report: DataReport) -> None:
-    """Reports the share of every step that comes from each file, with `sizes` prompts; nothing without weights."""
+    """Reports each file's share of a step's prompts, if files have weights; `sizes`: the files' numbers of prompts."""
     weights = config.data.train
     if not isinstance(weights, dict):
         return

@@ -16,7 +16,7 @@ OWN, BRIDGE = "own", "bridge"
 
 
 def find_family(provider: str, *, hf_path: str | None, checkpoint: str | None = None) -> Family | None:
-    """Returns the family of a model for Megatron-Bridge; None for `own`, and if this project has the family.
+    """Returns the Megatron-Bridge family of a model; None for `own`, a family of this project, or no config.json.
 
     `hf_path` and `checkpoint` are the model's paths as in the configuration; at least one is set.
 
@@ -48,7 +48,7 @@ def check_provider(provider: str, spec: ModelSpec, directory: Path) -> None:
 
 
 def _config_directory(hf_path: str | None, checkpoint: str | None) -> Path | None:
-    """Returns config.json's directory, as `models/checkpoint_directory.py` finds it, without the model's family."""
+    """Returns the directory with config.json: `hf_path`, or a checkpoint's copy or source; None if it is missing."""
     found = Path(hf_path) if hf_path else None
     if checkpoint is not None and found is None:
         path = checkpoint_directory(Path(checkpoint))

@@ -1,7 +1,7 @@
 """Derives a run from a configuration and a number of ranks: models, layer pairs, teachers' shares and layouts.
 
-`resolve` makes the checks of `checks.py` and returns what they read, so that no other code reads config.json or divides
-ranks a second time. It imports no torch and reads no weights: it reports a mistake within a second.
+`resolve` makes the `LAYOUT_CHECKS` and returns what they read, so that no other code reads config.json or divides ranks
+a second time. It imports no torch and reads no weights: it reports a mistake within a second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ResolvedModel:
         directory: holds config.json and the tokenizer: the HF directory, or the copy inside a Megatron checkpoint, or
             the directory that `hf_directory` finds for a checkpoint of Megatron-Bridge.
         spec: the architecture.
-        served: whether vLLM servers compute the model, so that `spec` has only the fields of `read_served_spec`.
+        served: whether the model runs on vLLM servers, so that `spec` has only the fields of `read_served_spec`.
     """
 
     key: str
@@ -48,7 +48,7 @@ class ResolvedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Returns lines about what its config.json asks for and is done otherwise."""
+        """Returns lines about config.json's code, which is not run, and quantised weights, which are dequantised."""
         hf_config = read_hf_config(self.directory)
         code = unused_code(hf_config, str(self.directory / "config.json"))
         found = [] if code is None else [code]
@@ -65,7 +65,7 @@ class ResolvedTeacher:
     """A teacher: its model (the student's, if it starts from the student's weights), and its layer pairs.
 
     Attributes:
-        pairs: supervised student layer -> teacher layer, both 1-based, without what a bridge changes of it.
+        pairs: supervised student layer -> teacher layer, both 1-based, before a bridge replaces any.
     """
 
     model: ResolvedModel
@@ -108,7 +108,7 @@ class RunModels:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run with a student and teachers on `ranks` ranks, after every check that needs neither torch nor weights."""
+    """A run with a student and teachers on their ranks, derived without torch and weights."""
 
     config: Config
     models: RunModels
@@ -122,7 +122,7 @@ class RunSpec:
 
     @property
     def placed(self) -> checks.PlacedModels:
-        """Returns the stage of the `LAYOUT_CHECKS`."""
+        """Returns the models on their ranks, for the `LAYOUT_CHECKS`."""
         specs = self.models.student.spec, self.models.teacher_specs
         return checks.PlacedModels(self.config, *specs, self.student_layout, self.teacher_layout)
 
@@ -161,7 +161,7 @@ def derive(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec
 
 
 def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
-    """Returns the models of `config`; see `resolve`."""
+    """Returns the models of `config`; raises ValueError if a model or its layers do not fit the configuration."""
     student, loss = resolve_model(config.student, "student"), config.loss.representation
     keys = [f"teachers[{i}]" for i in range(len(config.teachers))] or ["teacher"]
     teachers = []
@@ -188,7 +188,7 @@ def resolve_models(config: Config, *, fitting: bool = False) -> RunModels:
 
 
 def resolve_sampling(config: Config, world_size: int) -> SamplingSpec:
-    """Returns the student, engine and ranks for sampling with `config` on `world_size` ranks.
+    """Returns the student and the ranks that sample with `config` on `world_size` ranks.
 
     Raises:
         ValueError: a model or the engine's sizes do not fit the configuration or the ranks.
@@ -224,8 +224,8 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
     """Reads a model's config.json.
 
     Args:
-        beside: another model of the run. The message mentions it if Megatron-Bridge builds it, and not this model of
-            the same family.
+        beside: another model of the run. If Megatron-Bridge builds it, its family reads this config.json, too, so that
+            the error of a model without `provider=bridge` names that key.
 
     Raises:
         ValueError: there is no such model, or its family is not supported.
@@ -239,12 +239,12 @@ def resolve_model(source: ModelSource, key: str, *, beside: ResolvedModel | None
 
 
 def resolve_served(config: Config, number: int) -> ResolvedModel:
-    """Returns teacher `number` of `config`, for servers; raises ValueError if its config.json lacks its sizes."""
+    """Returns teacher `number` of `config`, for servers; raises ValueError if config.json lacks the model's sizes."""
     return _served_model(config.teacher_sources[number], f"teachers[{number}]" if config.teachers else "teacher")
 
 
 def _served_model(source: ModelSource, key: str) -> ResolvedModel:
-    """Reads a teacher on vLLM servers from its config.json; raises ValueError if that lacks its sizes."""
+    """Reads config.json of a teacher on vLLM servers; raises ValueError if it lacks the model's sizes."""
     directory = Path(str(source.hf_path))
     return ResolvedModel(key, source, directory, read_served_spec(directory), served=True)
 

@@ -26,9 +26,9 @@ class Resume:
     """The relation of a start to the content of its directory.
 
     Attributes:
-        step: updates of the checkpoint to resume from; None for a new run.
-        changed: keys with other values than under the last kept step; none for a new run.
-        refused: those of them that change the training result and are not permitted.
+        step: steps before the checkpoint to resume from; None for a new run.
+        changed: keys with other values than under the last kept step, or in a run that a new run would overwrite.
+        refused: changed keys that alter the training result and are not permitted.
     """
 
     step: int | None
@@ -39,7 +39,7 @@ class Resume:
 def check_resume(config: Config, step: int | None) -> list[Change]:
     """Returns the permitted changes of a start relative to the last kept step.
 
-    `step`: updates of the checkpoint from which it goes on; None: there is no checkpoint.
+    `step`: steps before the checkpoint to resume from; None: there is no checkpoint.
 
     Raises:
         ValueError: as `compare_settings`; or keys that change the training result differ without permission.
@@ -51,7 +51,7 @@ def check_resume(config: Config, step: int | None) -> list[Change]:
 
 
 def compare_settings(config: Config, step: int | None) -> Resume:
-    """Returns the changes of a start with `config` from the checkpoint after `step` updates; writes nothing.
+    """Returns the changes of a start with `config` from the checkpoint after `step` steps; writes nothing.
 
     Only the first rank compares fingerprints of models, because it has to read some MB of every file of weights. On
     other ranks a model in another directory counts as the same.
@@ -83,7 +83,7 @@ def compare_settings(config: Config, step: int | None) -> Resume:
 
 
 def models_of(config: Config) -> dict[str, str]:
-    """Returns key of a model's directory -> its fingerprint, for the models that exist."""
+    """Returns configuration key -> fingerprint, of the models that exist."""
     found = {key: fingerprint(Path(path)) for key, path in _model_paths(as_plain(config)).items()}
     return {key: value for key, value in found.items() if value is not None}
 
@@ -93,7 +93,7 @@ def _starts_with(file: Path) -> list[dict[str, Any]]:
 
 
 def _overwritten(directory: Path) -> Path | None:
-    """Returns the settings of a run without checkpoints whose metrics a start would overwrite; None if it made none."""
+    """Returns the settings file of a run that a new one would overwrite; None if metrics.jsonl has no step of it."""
     metrics, file = directory / "metrics.jsonl", current_config(directory)
     if not (metrics.is_file() and file.is_file()):
         return None
@@ -133,7 +133,7 @@ def _model_paths(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _known_fingerprint(path: str) -> str | None:
-    """Returns the fingerprint of a model of an earlier start; None if the model is missing or incomplete."""
+    """Returns the fingerprint of an earlier start's model; None if the model is missing or incomplete."""
     try:
         return fingerprint(Path(path))
     except ValueError:  # the directory of checkpoints no longer has a newest one
@@ -143,9 +143,9 @@ def _known_fingerprint(path: str) -> str | None:
 def _with_models(
     file: Path, step: int, changed: list[Change], old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> list[Change]:
-    """Corrects `changed` by the models' contents: the same model may move, another student is never accepted.
+    """Corrects `changed` by the models' contents: a model may move, another student in another directory is refused.
 
-    `file` holds `old`. A start that continued after `step`, the last kept one, has made no kept step.
+    `file` holds `old`. The fingerprints are those of the last start that continued before `step`, the last kept step.
     """
     kept = [each for each in _starts_with(file) if "models" in each and each.get("after_step", 0) < step]
     recorded: dict[str, Any] = kept[-1]["models"] if kept else {}

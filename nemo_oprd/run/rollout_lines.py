@@ -1,8 +1,8 @@
 """A separate process that writes rollouts as JSON lines, so that the run makes no Python object for each token.
 
-Reads rollouts from stdin until it ends and writes one line for each to stdout. A rollout is a line of JSON, [record,
-{field: [type code, shape]}], followed by the bytes of these fields' arrays in this order; `record` holds all fields in
-their order in the line. `step_recorder.py` runs this file as a script of its own and owns its stdout. If the run dies,
+Reads rollouts from stdin to its end and writes one line for each to stdout. A rollout is a line of JSON, [record,
+{field: [type code, shape]}], followed by the bytes of these fields' arrays in this order; `record` has all fields in
+the written order. `step_recorder.py` runs this file as a script of its own and opens its stdout. If the run dies,
 stdin ends in the middle of a rollout, and this process exits. After a disk error it reports the error's number.
 
 Imports the standard library alone.

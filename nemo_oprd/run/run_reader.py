@@ -28,7 +28,7 @@ def token_file(directory: Path, done: int) -> Path:
 
 
 def token_files(directory: Path) -> dict[int, Path]:
-    """Returns step -> its file, steps ascending."""
+    """Returns step -> its file of values per token, steps ascending."""
     files = {int(match[1]): file for file in directory.glob("*") if (match := _NAME.fullmatch(file.name))}
     return dict(sorted(files.items()))
 
@@ -50,7 +50,7 @@ class Run:
         metrics: name -> {step: value}, steps ascending, never empty.
         seconds: wall-clock time between the first and the last logged line, including the pauses before restarts.
         cut_line: number, from 1, of an incomplete last line that was left out; None if the file is complete.
-        history: (steps before it, file, its content) of each configuration that steps ran with, ascending.
+        history: (number of steps before, file, content) of each configuration with which steps ran, ascending.
     """
 
     name: str

@@ -60,7 +60,7 @@ class LossSpikeDetector:
         self._recent = {name: list(history.get(name, ()))[-WINDOW:] for name in TERMS}
 
     def check(self, measured: StepMetrics) -> str | None:
-        """Returns a text about the spike or non-finite loss of a step; None if it has neither. Call once per step."""
+        """Returns a text about a step's spike or non-finite loss or gradient, or None. Call it once per step."""
         spikes = []
         for name, loss in measured.trained_losses.items():
             recent = self._recent[name]
@@ -118,9 +118,9 @@ def prompt_id(prompt_ids: Sequence[int]) -> str:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Returns the text that each token adds; a special token has its name.
+    """Returns the text that each token adds; for a special token, its name.
 
-    A character of several tokens is the text of the last of them. If the bytes of the tokens can't be derived
+    A character that several tokens encode is the text of the last of them. If the bytes of the tokens can't be derived
     (`data/token_bytes.py`), each token is decoded by itself, which loses spaces and parts of characters.
     """
     try:
@@ -332,8 +332,8 @@ class StepRecorder:
 def merge_updates(updates: list[tuple[StepMetrics | None, Update | None]]) -> tuple[StepMetrics | None, Update | None]:
     """Returns the (metrics, update) to log for the updates of one step; both None on ranks outside the student.
 
-    They are those of the first update with two exceptions: the probability ratio to the weights that sampled comes from
-    the last update, and the reason for a skip from the first skipped update.
+    Both are those of the first update with two exceptions: the probability ratio to the sampling weights comes from the
+    last update, and the reason for a skip from the first skipped update.
     """
     metrics, update = updates[0]
     last = updates[-1][0]
@@ -346,7 +346,7 @@ def merge_updates(updates: list[tuple[StepMetrics | None, Update | None]]) -> tu
 
 
 def _peak_memory_gb() -> float:
-    """Returns the peak of allocated CUDA memory since the last call; without CUDA, of the process's resident memory."""
+    """Returns the peak of allocated CUDA memory since the last call in GB; without CUDA, of the process's memory."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

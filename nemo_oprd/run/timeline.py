@@ -3,8 +3,8 @@
     {"step": 3, "phase": "gradient", "began": 1764000000.1234, "ended": 1764000001.2345}
 
 The phases of a step are those of `timing/PHASE_s`, with two parts for the update: `gradient` and `optimizer`. Between
-the steps there are `evaluation` and `save`. A line of `sampling` has more fields (`Interval`). It lasts until the last
-response, while `generate` is the time for which the ranks wait for it. Step 0 is the time before the first step.
+the steps there are `evaluation` and `save`. A line of `sampling` has more fields (`Interval`). `sampling`
+lasts until the last response, `generate` while the ranks wait for it. Step 0 is the time before the first step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str, part: str | None = None) -> Iterator[None]:
-        """Adds the seconds of the body to `phase`; passes the interval to `note` as `part`, if that is given."""
+        """Adds the seconds of the body to `phase`; passes the interval to `note` under the name `part`, or `phase`."""
         began, start = time.time(), time.perf_counter()
         yield
         if torch.cuda.is_available():

@@ -81,7 +81,7 @@ class TrainingRun:
     evaluator: Evaluator | None
 
     def check_sampled(self, step: int) -> dict[str, float]:
-        """Compares the engine's samples with the student, whose weights it has; returns the metrics of both.
+        """Compares new responses with the student, whose weights sampled them; returns metrics of engine and check.
 
         Raises:
             ValueError: the engine samples from other weights or in another way.
@@ -159,7 +159,7 @@ def _what_next(config: Config) -> str:
 
 @contextmanager
 def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
-    """Builds a run; within this context it holds its lock and its signal handlers. Every rank of the world enters it.
+    """Builds a run; the context holds the run's lock and signal handlers. Every rank of the world enters it.
 
     Mistakes that can be found without models are reported before models are loaded, and mistakes in a checkpoint before
     anything is written.
@@ -203,9 +203,9 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
 
 @contextmanager
 def _written_aside(run: TrainingRun) -> Iterator[None]:
-    """At the end, or at a stop, waits for the background writer, and raises its errors.
+    """Waits for the background writers when the run ends or stops, and raises their errors.
 
-    Another error is reported first: the process waits for these files when it ends (`runtime/background.py`).
+    After another error, it leaves that to the process's end (`runtime/background.py`), so that the error comes first.
     """
     failed = True
     try:
@@ -316,7 +316,7 @@ def _make_sampler(
     beside: EngineBeside | None,
     first_step: int,
 ) -> RolloutSampler:
-    """Makes the sampler of the run's rollouts; it knows the responses that a checkpoint holds of later steps."""
+    """Makes the sampler of the run's rollouts; it reads the responses of later steps that a checkpoint holds."""
     config, data = inputs.config, inputs.data
     kind = StreamSampler if config.rollout.mode == "stream" else RolloutSampler
     asks_ahead = bool(config.served_teachers and config.teacher.vllm.ahead_gib)
@@ -373,10 +373,10 @@ def _resume_cache(config: Config, student: Path) -> ResumeCache:
 
 
 def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
-    """Returns the engine that samples evaluations during training; None if they are sampled separately.
+    """Returns the engine that samples evaluations during training; None if it samples them alone.
 
-    The in-process engine cannot sample while the trainer computes. The checkpoint of a best evaluation is written
-    before the next step.
+    It samples them alone without `rollout.max_lag`, if it is in-process, and with `train.keep_best`, because the
+    checkpoint of a best evaluation is written before the next step.
     """
     waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
     return None if waits or not config.rollout.max_lag else EngineBeside(engine)

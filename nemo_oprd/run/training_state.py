@@ -107,9 +107,9 @@ def add_extra_states(state: dict[str, Any]) -> None:
 
 @contextmanager
 def in_process_writer() -> Iterator[dict[str, str]]:
-    """Within the context, `dist_checkpointing.save` starts no process.
+    """Keeps `dist_checkpointing.save` from starting a process within the context.
 
-    Yields a dict that at the end of the context holds the SHA-256 of each file that this rank has written, by its name.
+    Yields a dict that at the end of the context holds name -> SHA-256 of each file that this rank has written.
 
     Raises:
         OSError, RuntimeError: this rank could not write its part; on the other ranks, that another rank could not.
@@ -121,7 +121,7 @@ def in_process_writer() -> Iterator[dict[str, str]]:
     digests: dict[str, str] = {}
 
     def opened(path: str, mode: str) -> DigestedFile:
-        """Replaces Python's function in Megatron's writer."""
+        """Replaces `open` in Megatron's writer; returns a file that digests what is written."""
         assert mode == "wb", mode
         files.append(DigestedFile(path))
         return files[-1]
@@ -150,9 +150,9 @@ def in_process_writer() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any, before: Any = None) -> Iterator[None]:
-    """Sets `owner.name` to `value` within the context. `owner` itself must have the name: a misspelt name is an error.
+    """Sets `owner.name` to `value` within the context. Raises KeyError for a misspelt name, if `before` is None.
 
-    `before`: the builtin function that the name means in an `owner` without it.
+    `before`: the builtin function to restore, if `owner` has no such name.
     """
     before = vars(owner)[name] if before is None else before
     setattr(owner, name, value)
@@ -177,7 +177,7 @@ def _write(transforms: list[Any], buckets: list[Any], use_msc: bool) -> dict[int
 
 
 def check_checkpoint(root: Path, step: int, spec: ModelSpec) -> None:
-    """Raises ValueError unless the checkpoint after `step` updates can be read and holds a model of `spec`."""
+    """Raises ValueError unless the checkpoint after `step` steps can be read and holds a model of `spec`."""
     directory = iteration_directory(root, step)
     saved = read_model_spec(hf_directory(directory), spec.family)
     differing = [f.name for f in fields(ModelSpec) if f.compare and getattr(saved, f.name) != getattr(spec, f.name)]
@@ -203,12 +203,12 @@ def save_checkpoint(
     more: dict[str, Any] | None = None,
     write_more: Callable[[Path], dict[str, str]] = lambda directory: {},
 ) -> None:
-    """Writes the checkpoint after `step` updates; every rank of the world calls this.
+    """Writes the checkpoint after `step` steps; every rank of the world calls this.
 
     Args:
         source: HF directory whose config and tokenizer files are copied into the checkpoint.
         keep: number of checkpoints to keep, the newest first; 0 keeps all.
-        best: written to best.json if this checkpoint is the best one so far (on the first rank).
+        best: content of best.json if this checkpoint is the best so far; None otherwise, and off the first rank.
         more: additional keys of state.json.
         write_more: writes additional files into the checkpoint (on the first rank), and returns the SHA-256 of each by
             its path in the checkpoint.
@@ -291,7 +291,7 @@ def _trained_projectors(objective: Objective) -> str | None:
 
 
 def check_resume_signature(root: Path, step: int, config: Config, objective: Objective, needs: ModelNeeds) -> None:
-    """Raises ValueError if the run can't resume from the checkpoint after `step` updates."""
+    """Raises ValueError if the run can't resume from the checkpoint after `step` steps."""
     state = read_state(iteration_directory(root, step))
     for name, value in resume_signature(config, objective, needs).items():
         if state.get(name) != value:
@@ -304,7 +304,7 @@ def check_resume_signature(root: Path, step: int, config: Config, objective: Obj
 def load_checkpoint(root: Path, step: int, student: Student) -> None:
     """Loads model and optimizer, at whatever layout the student has now; every rank of the world calls this.
 
-    Checkpoints of earlier versions do not count their optimizer steps: the present `train.updates_per_rollout` counts.
+    A checkpoint without a count of optimizer steps has `step` times the current `train.updates_per_rollout`.
     """
     from megatron.core import dist_checkpointing
 
@@ -364,12 +364,12 @@ def _sharded_state(student: Student, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _that_all_ranks_share(common: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values that Megatron expects to be equal on all ranks: some ranks and stages have no optimizer."""
+    """Returns `common` without the optimizer, which some ranks lack: Megatron expects equal values on all ranks."""
     return {key: value for key, value in common.items() if key != "optimizer"}
 
 
 def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns shards of the student's moving average, which may have fewer layers than it: one key per layer."""
+    """Returns shards of the student's moving average, one key per layer, because it may have fewer layers."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
     parts = {}

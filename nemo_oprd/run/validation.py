@@ -37,7 +37,7 @@ class SourceModels:
     Attributes:
         student: directory of the student's weights.
         teacher: directory of the weights of the teacher that `evaluation.teacher` samples.
-        open_teacher: opens those weights; called only for that.
+        open_teacher: opens these weights; called only before the engine loads them.
     """
 
     student: Path
@@ -126,9 +126,9 @@ class Validation:
         return EvaluationOutcome(best=best)
 
     def settle(self) -> None:
-        """Ends an evaluation that was sampled during a gradient, before its weights change.
+        """Ends an evaluation that was sampled during a gradient, before the weights change.
 
-        The training responses requested with it have been collected.
+        The caller has collected the training responses that were requested with it.
         """
         if self._begun is None or self._evaluator is None or self._beside is None:
             return
@@ -151,7 +151,7 @@ class Validation:
         self._log.write(0, metrics)
 
     def _compare_with_teacher(self) -> None:
-        """Warns of a teacher that is worse than the student, such as one that was exchanged with it."""
+        """Warns on the first rank if the teacher is worse than the student, for example if the two were swapped."""
         teacher = self._config.teacher
         # one of several teachers has only some problems, and one with its own prompt knows more than the problems tell
         own_model = TEACHER_KINDS[teacher.weights].own_model
@@ -179,7 +179,7 @@ class Validation:
         return metrics
 
     def _evaluate_deferred(self, evaluator: Evaluator, done: int) -> None:
-        """Makes the evaluation that was deferred after step `done`, unless it has been made since."""
+        """Evaluates the student after step `done`, if the checkpoint defers that and no result is logged yet."""
         weights = read_state(iteration_directory(self._checkpoints, done)).get(EVALUATION_DEFERRED, False)
         if not weights:
             return
@@ -212,7 +212,7 @@ class Validation:
         return self._signals.asked_to_stop
 
     def _if_best(self, done: int, metrics: dict[str, float]) -> dict[str, Any] | None:
-        """Returns best.json's content on the first rank if `train.keep_best` exceeds all earlier evaluations."""
+        """Returns best.json's content on rank 0 for a new maximum of `train.keep_best`, without step 0; else None."""
         metric = str(self._config.train.keep_best)
         # the evaluation before training (step 0) has no checkpoint
         before = [value for step, value in self._log.history(metric).items() if 0 < step < done]

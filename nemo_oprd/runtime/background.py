@@ -20,8 +20,8 @@ _abandoned: list[Aside] = []
 class Aside:
     """Does one piece of work at a time in a thread. The next call raises the work's exception, once.
 
-    The interpreter does not exit before the work is done; `leave` returns whether it is. Processes that the work starts
-    do not receive the signals that ask a job to stop; they end with the work.
+    The interpreter does not exit before the work is done; `leave` limits the wait for abandoned work. Processes that
+    the work starts do not receive the signals that ask a job to stop; they end with the work.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,7 +52,7 @@ class Aside:
             raise error
 
     def abandon(self) -> None:
-        """Replaces `finish` when another error is being raised, which is reported first: does not wait, see `leave`."""
+        """Leaves the work to `leave`, without waiting: the caller raises another error, which is reported first."""
         _abandoned.append(self)
 
     def _left(self, seconds: float | None) -> bool:

@@ -49,7 +49,7 @@ def check_output(output: str | Path, key: str = "output") -> None:
 
 
 def check_place(output: str | Path, key: str) -> None:
-    """Raises ValueError, naming the option `key`, for a directory that no command may fill, with any owner."""
+    """Raises ValueError, naming the option `key`, for a system or home directory, which no command may fill."""
     place = _shared_place(Path(output))
     if place is not None:
         raise ValueError(
@@ -100,7 +100,7 @@ def describe(error: OSError, path: str | Path | None = None) -> str:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Adds the name `path` to disk errors without a file name in the context; torch's own become OSErrors."""
+    """Adds `path` to the context's disk errors that name no file; torch's errors about a full disk become OSErrors."""
     try:
         yield
     except OSError as error:

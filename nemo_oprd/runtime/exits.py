@@ -2,7 +2,7 @@
 
 A user's mistake ends a command with one line on stderr and exit code 2. A run that a signal asked to stop ends with
 `STOPPED_EXIT_CODE` after it has saved, or with 130 after a second Ctrl-C. An unexpected error prints one traceback and
-ends the command with 1; the other ranks exit with 1 and print nothing; with 0 where `torchrun` would list them beside
+ends the command with 1. The other ranks print nothing and exit with 1, or with 0 if `torchrun` would list them beside
 the rank that it shows (`launcher.py`). Importing this module does not import torch.
 """
 
@@ -25,7 +25,7 @@ _WAIT_BEFORE_JOINING_S, _WAIT_AFTER_JOINING_S, _WAIT_WITHOUT_REASON_S = 30, 3, 6
 
 
 def run_as_command(work: Callable[[], int], *, alone: bool = True) -> None:
-    """Runs `work`, shows its messages, and ends like a command of this project, also inside another program.
+    """Runs `work`, shows its messages, and ends like a command of this project, even inside another program.
 
     `work` returns the exit code. `alone`: this process has no other task, so it may exit without cleanup.
     """

@@ -31,7 +31,7 @@ def cache_directory() -> Path:
 
 
 def partial_path(path: Path) -> Path:
-    """Returns the path in the directory of `path` for its new content."""
+    """Returns the temporary path beside `path` for its new content."""
     return path.with_name(f"{PARTIAL}{path.name}")
 
 
@@ -128,7 +128,7 @@ def kind_of(path: str | Path) -> str:
 
 
 def why_no_file(path: str | Path, *extensions: str) -> str:
-    """Describes, for messages, the object at `path` in place of a file with one of the `extensions` (".jsonl")."""
+    """Describes, for messages, what is at `path` instead of a file; lists a directory's files with the `extensions`."""
     path = Path(path)
     if not path.is_dir():
         if kind := kind_of(path):
@@ -179,7 +179,7 @@ def parse_json(data: str | bytes, where: str, expected: str, fix: str, *, encode
     """Parses a JSON text in UTF-8; raises ValueError if it is malformed, or a pointer of Git LFS.
 
     `where` is the file, or the file and its line, for the message; `expected` and `fix` are as in `read_json`.
-    `encodes`: for texts that models read or that are written again, half of a character is an error, too.
+    `encodes`: a lone surrogate is an error, too, because the text will be encoded, for a model or a file.
     """
     beginning = data[: len(_LFS_POINTER)]
     _refuse_pointer(beginning.encode(errors="replace") if isinstance(beginning, str) else beginning, where)

@@ -21,7 +21,7 @@ def cpu_is_meant() -> bool:
     """Returns whether the user has chosen the CPU.
 
     Raises:
-        ValueError: the variable has another value.
+        ValueError: `NEMO_OPRD_CPU` is set, but not to 1.
     """
     value = os.environ.get(CPU_VARIABLE, "")
     if value not in ("", "1"):
@@ -41,7 +41,7 @@ def promise() -> str | None:
 def check_promise() -> None:
     """Checks that torch sees the promised GPUs; every command that computes calls this before it reads models.
 
-    A torch without CUDA is refused in a Slurm job with GPUs only: CUDA_VISIBLE_DEVICES is often set for good.
+    A torch without CUDA is refused only in a Slurm job with GPUs: CUDA_VISIBLE_DEVICES is often set permanently.
 
     Raises:
         ValueError: a launcher gives GPUs, torch sees none, and the user has not chosen the CPU.

@@ -2,7 +2,7 @@
 
 torchrun reads the file that each rank writes its error to, and lists every rank of its machine whose exit code isn't 0,
 in eight lines each. So the rank that reports an error writes its line into that file, and its neighbours, which end
-because of it, leave with code 0; the launcher exits with 1 because of the first. Without torchrun nothing here has an
+because of it, exit with code 0; the launcher exits with 1 because of that rank. Without torchrun nothing here has an
 effect. Imports only the standard library.
 """
 
@@ -37,7 +37,7 @@ def report(message: str) -> None:
 
 
 def neighbour_reported(within_s: float = 0.0) -> bool:
-    """Returns whether another rank of this machine writes an error file `within_s` seconds; sleeps without torchrun."""
+    """Waits up to `within_s` seconds for an error file of another rank here; returns whether there is one."""
     file, deadline = _error_file(), time.monotonic() + within_s
     while True:
         others = set() if file is None else set(file.parent.parent.glob(f"*/{file.name}")) - {file}
@@ -50,7 +50,7 @@ def neighbour_reported(within_s: float = 0.0) -> bool:
 def code_beside_failure() -> int:
     """Returns the exit code after another rank's failure: 0 if torchrun shows a neighbour's error, 1 otherwise.
 
-    The process ends right after this call.
+    The caller ends the process right afterwards.
     """
     file = _error_file()
     if file is None or not neighbour_reported():
@@ -61,7 +61,7 @@ def code_beside_failure() -> int:
 
 
 def wait_for_neighbours() -> None:
-    """Waits a moment, after `report`, until the neighbours have exited."""
+    """Waits, after `report`, until the neighbours have exited, at most `NEIGHBOURS_LEAVE_S` seconds."""
     file, deadline = _error_file(), time.monotonic() + NEIGHBOURS_LEAVE_S
     if file is None:
         return

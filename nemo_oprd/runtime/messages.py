@@ -1,8 +1,8 @@
 """Shows the messages of the logger `nemo_oprd` on the terminal while a command runs.
 
 Modules log with `logging.getLogger(__name__)`, and importing them sets nothing up; a command calls `show`. A message is
-a line without level or name, on stderr. The first rank shows those of level INFO, and every rank its warnings, with its
-number. `extra=ON_STDOUT` is for progress that has always been on stdout, `extra=ANY_RANK` for a message of one rank
+a line without level or name, on stderr. The first rank shows those of level INFO, and every rank its warnings, with the
+rank. `extra=ON_STDOUT` is for progress that has always been on stdout, `extra=ANY_RANK` for a message of one rank
 alone, which may be any rank.
 """
 
@@ -48,9 +48,9 @@ def show(verbosity: Verbosity = "usual") -> None:
 
 
 def write_library_log(directory: Path | None) -> None:
-    """On the first rank, writes the warnings of libraries, also those to come, into libraries.log of `directory`.
+    """Writes warnings of libraries, past and future, into libraries.log of `directory`; the first rank alone does this.
 
-    None ends that: the run is over, and its directory may belong to another one.
+    None stops that: the run is over, and its directory may belong to another run.
     """
     if is_first_rank():
         _library_log.write_to(None if directory is None else directory / LIBRARY_LOG)

@@ -1,8 +1,8 @@
 """Checks which command may write into a directory: one rule for all commands (docs/runs.md, "Whose directory it is").
 
     A command writes into a directory that is missing or empty, or that it made itself. It refuses one that another
-    command made, a place inside such a directory that belongs to that command, and one in which a file that is there
-    has a name that the command writes. Other files, such as a log, stay as they are; a command that replaces its own
+    command made, a place inside such a directory that belongs to that command, and one with a file whose name the
+    command writes. Other files, such as a log, stay as they are; a command that replaces its own
     earlier results (`replaces`) wants no such files beside them.
 
 The files that a command writes first (`signs`) identify its directory, so directories of earlier versions and copies
@@ -159,7 +159,7 @@ def check_file(file: Path, command: str, key: str, mark: str) -> None:
 
 
 def _check_above(path: Path, key: str) -> None:
-    """Raises ValueError if `path` is in a directory that a command made, under a name that this command writes."""
+    """Raises ValueError if `path` is in a directory that a command made, under a name that the same command writes."""
     for parent in path.absolute().parents:
         above, name = maker_of(parent), path.absolute().relative_to(parent).parts[0]
         if above is not None and name in above.writes:

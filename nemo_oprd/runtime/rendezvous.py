@@ -138,7 +138,7 @@ def _open_store(job: Job, timeout: datetime.timedelta) -> Any:
 
 
 def _take_device(job: Job, store: Any, identity: str) -> None:
-    """Registers this rank's device in the store, or that another rank has it, too; before the ranks meet."""
+    """Registers this rank's device in the store before the ranks meet, and the conflict if another rank has it."""
     own = f"rank {job.rank} on {socket.gethostname()}"
     other = store.compare_set(f"{attempt()}/device/{identity}", "", own).decode()
     if other != own:
@@ -180,7 +180,7 @@ def _no_store(job: Job) -> str:
 class _Meeting:
     """Registers this rank in the store and waits for the others.
 
-    `missing`: on the first registered rank, the missing ranks and the fix; empty before a line is due.
+    `missing`: the missing ranks and the fix, on the lowest registered rank; empty on others, and early in the wait.
     """
 
     def __init__(self, job: Job, store: Any) -> None:
@@ -188,7 +188,7 @@ class _Meeting:
         self.missing = ""
 
     def wait(self, limit_s: float) -> None:
-        """Waits until all are registered. Raises ValueError if that takes longer than the limit."""
+        """Waits until all ranks are registered. Raises ValueError if that takes longer than `limit_s` seconds."""
         notice, store, all_here = waiting.Notice(limit_s), self._store, f"{self._prefix}/all"
         own, looked_s = f"{os.getpid()}", 0.0
         is_new = store.compare_set(f"{self._prefix}/{self._job.rank}", "", own).decode() == own
@@ -218,8 +218,8 @@ class _Meeting:
 class _Speaker:
     """Selects one rank of the machine to print a line about a common wait: the first that takes a name common to all.
 
-    The name is that of a socket, which the kernel gives back when the process ends. Ranks that one launcher has started
-    share a parent.
+    The name is that of a Unix socket, which the kernel frees when the process ends. It contains the parent's process
+    id, which the ranks of one launcher share.
     """
 
     def __init__(self, job: Job) -> None:

@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """The lock of a run directory; the world's first rank holds it from its first read until its process ends.
+    """The lock of a run directory; the world's first rank holds it from before its first write to its end.
 
     The file `.lock` stays after a crash and locks nothing. Its text only names the holder of the lock.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Creates `directory` if it doesn't exist, and takes its lock; raises ValueError if either fails."""
+        """Creates `directory` if it is missing, and locks it; raises ValueError if it can't be written or is in use."""
         path = Path(os.path.realpath(directory / ".lock"))  # filelock opens no link
         self._path, self._made_directory = path, not directory.exists()
         self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
@@ -53,7 +53,7 @@ class RunLock:
         self._text.flush()
 
     def undo(self) -> None:
-        """Releases the lock before any write; removes a directory that was created for the lock alone."""
+        """Releases the lock; removes the directory if the lock created it and nothing else was written."""
         self.release()
         if self._made_directory and [*self._path.parent.iterdir()] == [self._path]:
             self._path.unlink()

@@ -1,7 +1,7 @@
 """Handles SIGTERM, SIGUSR1 and Ctrl-C: a run finishes its step, saves and exits. A further Ctrl-C ends it at once.
 
 Slurm sends SIGUSR1 some time before a job's end (`--signal`) and SIGTERM when it is preempted. Importing this module
-does not import torch: the command line uses it for every error, also before torch is needed.
+does not import torch: the command line uses it for every error, even before torch is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """Raised after a signal asked the run to stop and the run has saved; it can resume from there."""
+    """Raised after a signal asked the run to stop and it saved what it had; the same command resumes from there."""
 
 
 class StoppedWaiting(Stopped):
@@ -36,7 +36,7 @@ class StoppedWaiting(Stopped):
 
 
 def requested_stop() -> str | None:
-    """Returns the signal that asked this run to stop, as "SIGTERM"; None before, and outside of `Signals`."""
+    """Returns the name of the signal that asked this run to stop ("SIGTERM"); None without, or outside of `Signals`."""
     return None if _entered is None else _entered.received
 
 

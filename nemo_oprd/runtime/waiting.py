@@ -81,7 +81,7 @@ def over_limit(limit_s: float, what: str) -> ValueError:
 
 
 def has_abandoned() -> bool:
-    """Returns whether a thread is still in an abandoned call, which keeps the interpreter from exiting."""
+    """Returns whether a thread is still in an abandoned call; the interpreter can't shut down cleanly around it."""
     return any(thread.is_alive() for thread in _abandoned)
 
 

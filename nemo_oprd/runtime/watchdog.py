@@ -44,7 +44,7 @@ def start() -> None:
 
 
 def attempt() -> str:
-    """Returns the prefix of this project's keys: a job that torchrun restarts may find its previous attempt's store."""
+    """Returns the prefix of this attempt's keys: a job that torchrun restarts may find the previous attempt's store."""
     return f"nemo_oprd/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -116,7 +116,7 @@ class Watchdog:
             self._thread.join(self.silent_s)
 
     def wait_for_others(self) -> None:
-        """After `close`: the first rank, whose process may hold the store, waits until all ranks have closed."""
+        """Waits after `close`, on the first rank, whose process may hold the store, until all ranks have closed."""
         deadline = time.monotonic() + self.silent_s
         while self.rank == 0 and time.monotonic() < deadline:
             if self._store.add(f"{self._prefix}/closed", 0) >= self.world:

@@ -66,7 +66,7 @@ class Client:
         return self._http[server.socket]
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work` in the event loop's thread."""
+        """Starts `work` in the event loop's thread; returns its future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -104,7 +104,7 @@ class Client:
         self.run(all_of_them())
 
     async def _renew(self, server: Server) -> None:
-        """Renews the lease of a server while this run has no request for it."""
+        """Renews a server's lease until the client closes: the run may make no call for longer than LEASE_S."""
         while True:
             await asyncio.sleep(LEASE_S / 6)
             with suppress(ServerDied, ServerRefused):  # the next call to the server reports that
@@ -119,7 +119,7 @@ class Client:
         timeout: float,
         read: Callable[[bytes], Any] = json.loads,
     ) -> Any:
-        """POSTs JSON and returns what `read` makes of the answer, which is JSON, too; None if it is empty.
+        """POSTs `body` as JSON; returns the answer as parsed by `read`, or None if the answer is empty.
 
         Raises:
             ServerDied: no answer, or not in time, or an answer of a server that is ending.
@@ -148,9 +148,9 @@ class Client:
     async def post_watched(
         self, server: Server, path: str, body: Any = None, *, timeout: float = CALL_TIMEOUT_S
     ) -> Any:
-        """Like `post`, for calls that may take long; ends at once when the server turns out to be dead.
+        """Calls `post` where it may take long; raises ServerDied as soon as a health check finds the server dead.
 
-        An API server whose engine dies during a call may never answer it: it waits with its own end until all
+        An API server whose engine dies during a call may never answer it, because it does not exit before all
         connections are closed.
         """
         call = asyncio.ensure_future(self.post(server, path, body, timeout=timeout))
@@ -177,7 +177,7 @@ class Client:
                 return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 
     async def is_healthy(self, server: Server, timeout: float = HEALTH_TIMEOUT_S) -> bool:
-        """Whether the server answers a health check within `timeout`; returns False at once if its port is closed."""
+        """Returns whether the server passes a health check within `timeout` s; False at once if its port is closed."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -190,7 +190,7 @@ class Client:
         return False
 
     async def wait_until_healthy(self, server: Server, timeout: float) -> None:
-        """Waits for a server that was just started, and reports it if that takes long.
+        """Waits for a server that was just started; logs a warning if that takes long.
 
         Raises:
             ServerDied: it ended.
@@ -216,7 +216,7 @@ class Client:
         return answer["results"]
 
     async def stays_healthy(self, server: Server) -> bool:
-        """Whether the server is healthy a second later, when it would have noticed the death of its engine."""
+        """Returns whether the server is healthy after a second, in which it would notice the death of its engine."""
         await asyncio.sleep(1.0)
         return await self.is_healthy(server)
 

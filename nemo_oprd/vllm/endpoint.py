@@ -32,7 +32,7 @@ class Endpoint(Server):
     """A server that another user or program runs; the run never restarts it, but waits for it.
 
     Attributes:
-        url: as `rollout.vllm.endpoints` names it.
+        url: as `rollout.vllm.endpoints` or `teacher.vllm.endpoints` names it.
     """
 
     url: str = ""
@@ -59,8 +59,8 @@ class Endpoint(Server):
 def caller(token_file: str, output: str, url: str) -> dict[str, str]:
     """Makes the headers by which an endpoint recognises this run: token, lease, and a description for other runs.
 
-    The lease is the same for all starts in the directory `output`, but for the name of this start: a start holds the
-    directory's lock, so the earlier ones have ended. Each endpoint, and each copy of the directory, has another one.
+    The first part of a lease is equal for all starts in the directory `output`, whose lock lets only one run at a time.
+    It differs between endpoints, and between copies of the directory. The second part names the start.
 
     Raises:
         ValueError: `token_file` holds no token.
@@ -84,7 +84,7 @@ def guest(token_file: str, output: str) -> dict[str, str]:
 
 
 def _secret(file: Path) -> bytes:
-    """Reads the secret in the file; makes a fresh one if there is none, or if others can read it, as in a copy."""
+    """Returns the secret in the file; makes a new one if the file is missing or others can read it, such as a copy."""
     try:
         return read_tokens(str(file))[0].encode()
     except ValueError:
@@ -133,7 +133,7 @@ def wait_for_servers(key: str, urls: list[str], limit_s: float) -> None:
         limit_s: the longest wait in seconds.
 
     Raises:
-        ValueError: a server did not.
+        ValueError: a server did not pass one within the limit.
         Stopped: SIGTERM or SIGUSR1 arrived.
     """
     from nemo_oprd.vllm.client import READY_EVERY_S, Client

@@ -3,8 +3,9 @@
 One rank per machine, the controller, starts the servers of its machine and calls them over Unix sockets. The other
 ranks wait for it, and take part in the collectives that make the weight stream. Controllers claim requests from one
 queue, so a fast server samples more of them. A thread of the controller sends them to the servers and takes the
-answers; at the end all machines exchange the responses (`exchange.py`). If a server dies, the round ends when no
-request is left to claim; the server is restarted, gets the current weights again, and the next round samples the rest.
+answers; at the end all machines exchange the responses (`rollout/exchange.py`). If a server dies, the others take its
+requests; after the round it is restarted and gets the current weights again. Another round then samples the missing
+responses or, with `rollout.vllm.repeat=step`, all responses of the step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class VllmEngine(Generates):
         eos_ids: tuple[int, ...],
         sampled: TokenIds | None = None,
     ) -> None:
-        """Starts the servers and returns without a wait; see `make_engine`. The layout `ranks` has the weight stream.
+        """Starts the servers; waits only for those on the trainer's GPUs. The layout `ranks` has the weight stream.
 
         Raises:
             ValueError: the placement of the servers is wrong, or a server refuses.
@@ -99,7 +100,7 @@ class VllmEngine(Generates):
         self.metrics: dict[str, float] = {}
 
     def _start(self, places: list[ServerPlacement], directory: Path, cuda: bool) -> None:
-        """Starts the servers at this rank's `places` that are of this run, without waiting for them."""
+        """Adds the servers at this rank's `places`, and starts those of this run, without waiting for them."""
         flags = server_arguments(self._config, self._spec, directory, self._known_ids, cuda=cuda)
         if places:
             self._mine.client = Client()
@@ -114,8 +115,7 @@ class VllmEngine(Generates):
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. Returns once every server has the weights and the digests agree.
 
-        A signal that asks the run to stop ends the wait for a server. Then no server has the weights, and the next call
-        that samples raises GenerationCancelled on all ranks.
+        After a signal ended the wait for a server, the next call that samples raises GenerationCancelled on all ranks.
 
         Raises:
             ValueError: a server refuses the weights, or died too often.
@@ -146,9 +146,9 @@ class VllmEngine(Generates):
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
     ) -> VllmTicket:
-        """See `RolloutEngine`. The engine keeps single responses, so `done` may hold any of them.
+        """See `RolloutEngine`. `done` may hold any responses, because each one is sampled independently.
 
-        The servers sample from here on. Only servers that gave memory back need a collective. A thread calls `keep`.
+        The servers begin to sample. This is a collective only if servers gave memory back. A thread calls `keep`.
 
         Raises:
             ValueError: a prompt leaves no room for a response.
@@ -197,7 +197,7 @@ class VllmEngine(Generates):
     def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`. The servers abort their requests, and stay paused until the next weights.
 
-        The call waits for no response. A dead server is restarted, gets the next weights, and loses unfinished tokens.
+        The call waits for no response. A dead server is restarted and gets the next weights; its tokens are lost.
 
         Raises:
             ValueError: a server refuses, or died too often.
@@ -268,12 +268,12 @@ class VllmEngine(Generates):
         self._asleep = 0
 
     def _push_again(self) -> None:
-        """Sends the same weights again to servers that lost them."""
+        """Sends the same weights to all servers again, because some have lost them."""
         assert self._stream is not None
         self._give(self._stream, self.weights.steps, self._version)
 
     def _give(self, stream: WeightStream, step: int, version: str | None = None) -> None:
-        """Sends weights to the servers; leaves no version if a signal ended the wait for one."""
+        """Sends weights to the servers and notes their version; empty if a signal ended the wait for a server."""
         try:
             self._version = self._push.push(stream, step, version)
         except StoppedWaiting as stopped:

@@ -1,7 +1,6 @@
-"""A fleet: the servers that one rank starts or checks, for samples or of a teacher, and what they have in common.
+"""A fleet: the servers that one rank starts, checks, restarts when they die, and ends, to sample or for a teacher.
 
-Servers are started, proven, restarted when they die, and ended here. What a failed attempt was is shared by all ranks,
-so that all of them try again, or end with the same line.
+All ranks share the failures of an attempt, so that all of them try again, or end with the same line.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Failures:
     """Servers that died in an attempt, and refusals, which a retry is not expected to cure.
 
     `left`: servers that left an unfinished transfer of the group, with their errors. Some of these are refusals, and
-    some follow from another member's failure; see `WeightPush`. `stopped`: how a signal ended the wait for a server.
+    some follow from another member's failure; see `WeightPush`. `stopped`: the message of a signal that ended a wait.
     """
 
     died: dict[int, str] = field(default_factory=dict)
@@ -43,7 +42,7 @@ class Failures:
     stopped: str | None = None
 
     def note(self, server: int, error: BaseException) -> None:
-        """Records the error of a call to a server."""
+        """Records why a call to a server failed; raises `error` again if it is an error of this program."""
         if isinstance(error, ServerDied):
             self.died.setdefault(server, str(error))
         elif isinstance(error, ServerRefused | ValueError):
@@ -54,11 +53,11 @@ class Failures:
             raise error
 
     def __bool__(self) -> bool:
-        """Whether anything failed."""
+        """Returns whether a server died or refused, or a signal ended a wait."""
         return bool(self.died or self.refused or self.stopped)
 
     def shared(self) -> Failures:
-        """Merges the failures of all ranks."""
+        """Returns the failures of all ranks, merged and without `left`. Every rank calls this."""
         parts = everyones(self)
         died = {number: why for part in parts for number, why in part.died.items()}
         stopped = next((part.stopped for part in parts if part.stopped), None)
@@ -74,13 +73,13 @@ class Failures:
 
 @dataclass
 class Fleet:
-    """The servers of this rank, by number; everything is empty on ranks that start and check none.
+    """The servers that this rank starts or checks, by number; none on most ranks.
 
     Attributes:
         start_timeout: seconds until a server answers after its start.
-        client: makes all calls to servers; a rank that calls servers of others has one, too.
+        client: makes all calls to servers; a rank that calls other ranks' servers has one, too.
         folder: of this rank in shared memory.
-        deaths: of all servers of the run.
+        deaths: of the servers of all ranks.
     """
 
     start_timeout: float

@@ -2,8 +2,8 @@
 
 `python guard.py --remove DIRECTORY -- COMMAND...`, started in a new session with its stdin connected to the parent, the
 process that uses the server. When the command ends or stdin is closed, which happens however the parent ends, the guard
-ends the group and removes the shared memory that its processes had mapped. It also removes `DIRECTORY`, which belongs
-to the parent, unless the parent has written a byte before: then the parent lives on and only ends the server.
+ends the group and removes the shared memory that its processes had mapped. If stdin was closed without a byte, the
+guard also removes `DIRECTORY`, which belongs to the parent. A parent that only ends the server writes a byte before.
 
 If this guard is killed, `vllm/worker/nemo_oprd_serve.py` ends the group, and the parent calls `clean_up`. Processes
 that were all killed at once leave no record of their mappings; the names of the semaphores and the shared memory that
@@ -31,7 +31,7 @@ SHARED_NAMES = "NEMO_OPRD_SHARED_NAMES"
 
 
 def start(command: list[str], directory: Path, **process: Any) -> subprocess.Popen:
-    """Starts a guard of this process that runs `command` and removes `directory`; `process`: see `Popen`.
+    """Starts a guard that runs `command`, and removes `directory` if this process ends; `process`: see `Popen`.
 
     Only this user can open the command's sockets and temporary files.
     """
@@ -51,7 +51,7 @@ def group_members(group: int) -> list[int]:
 
 
 def mapped_shared_memory(processes: list[int]) -> set[str]:
-    """Lists the files in shared memory that processes have mapped or opened."""
+    """Lists the files in shared memory that processes have mapped."""
     found = set()
     for process in processes:
         with suppress(OSError):
@@ -61,15 +61,15 @@ def mapped_shared_memory(processes: list[int]) -> set[str]:
 
 
 def named_shared_memory(names: str) -> set[str]:
-    """Lists the files in shared memory whose names begin with `names`; none if that is empty."""
+    """Lists the files in shared memory whose names begin with `names`; none if `names` is empty."""
     folder = Path(SHARED_MEMORY)
     return {str(path) for start in ("", "sem.") for path in folder.glob(f"{start}{names}*")} if names else set()
 
 
 def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names: str = "") -> None:
-    """Kills what is left of a group, and removes files in shared memory that its processes had mapped or named.
+    """Kills what is left of a group; removes the files in shared memory that its processes have mapped or made.
 
-    Files in the directory `keep` stay: they belong to the parent.
+    `shared_memory`: files mapped earlier; `names`: see `named_shared_memory`. Files in the parent's `keep` stay.
     """
     shared_memory = shared_memory | mapped_shared_memory(group_members(group))
     if keep is not None:

@@ -120,7 +120,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
 
 
 def _config_overrides(directory: Path) -> dict[str, Any]:
-    """Returns the values of a student's config.json that servers must override: the trainer sends plain weights."""
+    """Returns the overrides of a student's config.json for servers, because the trainer sends plain weights."""
     overrides: dict[str, Any] = {}
     hf_config = with_modelopt_file(read_json(directory / "config.json", "a model's config", "copy it again"), directory)
     if is_renamed(hf_config):
@@ -176,7 +176,7 @@ def _experts(spec: ModelSpec) -> list[int | bool] | None:
 
 
 def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Any:
-    """Returns the RoPE of a server's config, or both of a model with windows; unsupported ones unchanged."""
+    """Parses the RoPE of a server's config, or both of a model with windows; returns unsupported values unchanged."""
     try:
         options = {"head_dim": spec.head_dim, "partial": True, "axes": spec.delta is not None}
         rope, local = parse_ropes({"rope_parameters": rope_parameters}, "server", **options)

@@ -1,4 +1,4 @@
-"""Placement of servers on machines, and the transport of weights to each. Arithmetic on ranks: no process, no tensor"""
+"""Placement of servers on machines, and the transport of weights to each: arithmetic on ranks alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler of requests: it sends a controller's requests to its servers as these have room."""
+"""The scheduler of requests: it sends a controller's requests to its servers when they have room."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Reader(Protocol[Read]):
 
 @dataclass
 class RequestRound(Generic[T]):
-    """One round of requests: `run` samples until none is left to claim, no server is left, or a call stops or cuts it.
+    """One round of requests: `run` sends them until none is left to claim, no server is left, or it is stopped or cut.
 
     Attributes:
         claim: returns the next request; None if none is left. Other controllers claim from the same queue.
-        slots: the largest number of requests at a server, so that none takes requests for which another has room.
+        slots: most requests at a server at a time, so that no server takes requests for which another one has room.
         deliver: called with every answer: the index of its request, the parsed answer, and the server's number.
         path_of: returns the path of a request by its index; None: GENERATE.
         take_back: called with a request of a dead server; `claim` returns it again later. None: this object keeps it
@@ -52,7 +52,7 @@ class RequestRound(Generic[T]):
         died: per server, why it counts as dead.
         error: an error that makes further sampling pointless.
         busy_s: per server, the seconds from `began`, a time.monotonic(), until its last response.
-        stopped: set it to end the round; it drops requests under way and closes their connections.
+        stopped: set it to end the round, which drops requests under way and closes their connections.
         is_cut: whether to claim no more requests, see `cut`.
     """
 
@@ -76,7 +76,7 @@ class RequestRound(Generic[T]):
     _deaths: dict[int, asyncio.Event] = field(default_factory=dict)
 
     async def run(self, servers: list[Server]) -> None:
-        """Samples on `servers`, which have the weights. Returns once no call is under way."""
+        """Sends the requests to `servers`, which have the weights. Returns once no call is under way."""
         await self._run(servers)
         if self._pauses is not None:  # a late pause would abort the requests of the next round
             await asyncio.wait([self._pauses])
@@ -119,13 +119,13 @@ class RequestRound(Generic[T]):
             self.stopped.set()
 
     def abandon(self) -> None:
-        """Ends the round without a wait for its servers, which no later round uses."""
+        """Ends the round without waiting for its servers, which no later round uses."""
         self.stopped.set()
         if self._pauses is not None:
             self._pauses.cancel()
 
     def give_back(self, claimed: Claimed) -> None:
-        """Takes back a request that was claimed for a server which has died meanwhile."""
+        """Takes back a claimed request without an answer: its server died, or the round was stopped or cut."""
         (self.take_back or self._again.append)(claimed)
 
     def note_death(self, number: int, why: str) -> None:

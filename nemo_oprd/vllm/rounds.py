@@ -94,7 +94,7 @@ class Progress:
         Args:
             look: returns this controller's state; None on other ranks.
             enough: see `RolloutEngine.gather`; the first rank calls it.
-            should_go: called repeatedly on every rank; True ends the wait of all of them.
+            should_go: called repeatedly on every rank; True ends the wait of all ranks.
         """
         self._wait += 1
         self._judged = None
@@ -146,7 +146,7 @@ class RequestQueue:
         self._waits: Any = _get_default_store().clone()  # type: ignore[attr-defined]
 
     def open(self, order: Sequence[int]) -> Callable[[], int | None]:
-        """Begins a round; returns a function that claims the next request of `order`, equal on every rank, or None."""
+        """Begins a round of `order`, equal on every rank; returns a function that claims its next request, or None."""
         self._round += 1
 
         own = itertools.count()  # a single controller needs no store
@@ -175,11 +175,11 @@ class RequestQueue:
         self._waits.set(self._key("cancelled"), "yes")
 
     def is_cancelled(self) -> bool:
-        """Whether a rank asked to stop."""
+        """Returns whether a rank asked to stop."""
         return self._waits.check([self._key("cancelled")])
 
     def close(self) -> None:
-        """Ends the round, after all ranks have seen its end; removes what it left in the store."""
+        """Removes the round's keys from the store, after all ranks have seen its end."""
         if dist.get_rank() == 0:
             for name in ("claimed", "finished", "all", "cancelled"):
                 self._waits.delete_key(self._key(name))
@@ -189,7 +189,7 @@ class RequestQueue:
 
 
 class LengthEstimate:
-    """Expects a response to be as long as earlier responses to the same prompt, or as all earlier ones on average."""
+    """Estimates a response's length: the mean of earlier ones to its prompt or, without any, of all earlier ones."""
 
     def __init__(self) -> None:
         self._of_prompt: dict[int, tuple[int, int]] = {}  # by the hash of the ids
@@ -206,8 +206,8 @@ class LengthEstimate:
     def longest_first(self, requests: Sequence[Request], indices: Sequence[int]) -> list[int]:
         """Sorts the indices by turn, and by falling expected length of prompt and response: no long one comes last.
 
-        A begun response without earlier ones to its prompt is only known not to be short: the estimate of its remaining
-        length is the average length of a whole response.
+        If the prompt has no earlier responses, a begun one is only known not to be short: its remaining length is
+        estimated as the mean of whole responses.
         """
         mean = self._tokens / self._responses if self._responses else 0.0
 
@@ -229,13 +229,13 @@ def _prompt(request: Request) -> int:
 
 @dataclass
 class VllmTicket(Ticket):
-    """See `Ticket`.
+    """A `Ticket` with the state of its rounds.
 
     Attributes:
         own: responses that this rank's servers have sampled, by the index of their request.
         complete: the indices of all requests that have a response on some rank.
         under_way: the current round, with this rank's part in it.
-        round_began: the begin of the last round, in seconds since the epoch.
+        round_began: the start of the last round, in seconds since the epoch.
         busy_s: per server, the seconds until its last response in its last round.
     """
 
@@ -250,17 +250,17 @@ class VllmTicket(Ticket):
         self.complete = set(self.done)
 
     def missing(self) -> list[int]:
-        """The requests without a response, in order."""
+        """Returns the indices of requests without a response, in order."""
         return [i for i in range(len(self.requests)) if i not in self.complete]
 
     def note_served(self, busy_s: dict[int, float]) -> None:
-        """Records until when each server was busy, in seconds since the last round began."""
+        """Records each server's start and last response; `busy_s`: seconds from the round's start to that response."""
         for number, seconds in busy_s.items():
             began, _ = self.served.get(number, (self.round_began, 0.0))
             self.served[number] = began, self.round_began + seconds
 
     def forget(self) -> None:
-        """Drops all samples since the ticket was made."""
+        """Drops all responses sampled since the ticket was made."""
         self.own, self.complete = {}, set(self.done)
 
     def new(self) -> dict[int, Response]:
@@ -268,7 +268,7 @@ class VllmTicket(Ticket):
         return {i: response for i, response in self.own.items() if i not in self.given}
 
     def keeping(self, rollout: Callable[[Request, Response], Rollout]) -> Callable[[dict[int, Response]], None] | None:
-        """Wraps `keep` to take responses, which `rollout` turns into rollouts; None without a `keep`."""
+        """Returns a function that converts responses by `rollout` and passes them to `keep`; None without `keep`."""
         keep = self.keep
         if keep is None:
             return None
@@ -293,7 +293,7 @@ class Rounds:
         self.lengths = LengthEstimate()
 
     def begin(self, ticket: VllmTicket, version: str, weights: Weights) -> None:
-        """Lets the controllers claim a ticket's missing requests; `weights`, of this version, are the current ones."""
+        """Begins a round for a ticket's missing requests. `weights`: the current ones, whose version is `version`."""
         order = self.lengths.longest_first(ticket.requests, ticket.missing())
         if not order:
             return
@@ -327,7 +327,7 @@ class Rounds:
         return not (seen.has_failed or asked or seen.is_over)
 
     def take(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> RoundSummary:
-        """Waits for a round and notes its responses; ServerRefused if a server refused something."""
+        """Waits for a round's end, notes its responses, returns its summary; ServerRefused if a server refused."""
         mine, found = self._end(ticket, should_cancel)
         ticket.own |= mine.sampled
         ticket.complete |= found.sampled
@@ -356,9 +356,9 @@ class Rounds:
         return mine, found
 
     def _wait(self, work: Future | None, should_cancel: Callable[[], bool] | None) -> bool:
-        """Waits for all controllers; returns whether this rank was asked to cancel before its part was done.
+        """Waits for all controllers; returns whether a cancellation ended this rank's part.
 
-        The first rank that is asked to stop tells the controllers; the ranks' answers may differ.
+        Any rank that `should_cancel` asks to stop tells the controllers; its results may differ between ranks.
         """
         cancelled, sampler = False, self._sampler
         while work is not None and not work.done():
@@ -379,7 +379,7 @@ class Rounds:
         return cancelled
 
     def given(self, ticket: VllmTicket, first_tokens: dict[int, Response] | None = None) -> dict[int, Rollout]:
-        """Returns complete responses not returned before, with the partial responses of this rank in `first_tokens`."""
+        """Returns all ranks' complete responses not yet returned, and partial ones: `first_tokens` has this rank's."""
         is_first = not ticket.given
         found = self.shared(ticket, ticket.new() | (first_tokens or {}))
         ticket.given |= {i for i, one in found.items() if one.finish_reason is not None}
@@ -391,7 +391,7 @@ class Rounds:
     def shared(self, ticket: VllmTicket, own: dict[int, Response]) -> dict[int, Rollout]:
         """Returns the rollouts of all controllers' responses, equal on every rank; views of the exchanged arrays.
 
-        The queue learns how long whole responses are.
+        The length estimate learns from the whole ones.
         """
         shared = self._exchange.share({i: response.columns() for i, response in own.items()})
         found = {i: rollout_of(ticket.requests[i], Response.of(columns)) for i, columns in shared.items()}
@@ -407,7 +407,7 @@ def rollout_of(request: Request, response: Response) -> Rollout:
 
 
 def _is_whole(ticket: VllmTicket, index: int, rollout: Rollout) -> bool:
-    """Whether a response has ended, and not only the requested part of it."""
+    """Returns whether a response is whole: neither cut, nor only a requested part of one."""
     if rollout.finish_reason != "length":
         return rollout.finish_reason is not None
     request = ticket.requests[index]

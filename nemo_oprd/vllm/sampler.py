@@ -39,7 +39,7 @@ class Task:
     timeout_s: float
 
     def body(self, index: int) -> dict[str, Any]:
-        """The HTTP request of one response. The server silently ignores unknown sampling parameters."""
+        """Returns the body of one response's HTTP request. The server silently ignores unknown sampling parameters."""
         request = self.requests[index]
         sampling, number = request.sampled or (self.sampling, index)
         return {
@@ -86,7 +86,7 @@ NO_LOGPROB = -9999.0
 class AnswerCheck:
     """Checks the responses of a round: the version of the weights, and the ids that may be sampled.
 
-    `result` is that of the round; once the controller has cut it, a response may have its first tokens only, or none.
+    `result`: the round's; once the controller has cut the round, a response may have its first tokens only, or none.
     """
 
     version: str
@@ -100,7 +100,7 @@ class AnswerCheck:
 
         Raises:
             ServerDied: the server aborted the request, as it does while it shuts down.
-            ServerRefused: other weights or unknown ids were sampled, or the answer is none of `pack`.
+            ServerRefused: `pack` did not make the answer, or its weights, length, ids or log-probabilities are wrong.
         """
         try:
             head, ids_bytes, logprobs_bytes = unpack(answer)
@@ -214,7 +214,7 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits until all responses are stored."""
+        """Waits until all responses are stored; does not wait if the context raised an error."""
         self._waiting.put(None)
         if kind is None:
             self._aside.finish()
@@ -256,7 +256,7 @@ class Sampler:
         self._work: RequestRound[Response] | None = None  # of the round under way; only the event loop uses it
 
     def start(self, job: Job, servers: list[Server], result: Round) -> Future[None]:
-        """Begins a round, whose responses and end go to `result`; the future raises errors of this program only."""
+        """Begins a round, which fills `result`; returns a future, which raises errors of this program only."""
         taking_part = [server for server in servers if server.pushed == job.version]
         return self._thread.submit(self._carry_out, job, taking_part, result)
 
@@ -270,7 +270,7 @@ class Sampler:
         self._client.call(stop)
 
     def cut(self, result: Round) -> None:
-        """Ends the round that fills `result` now; partial responses go to `Round.cut`."""
+        """Ends the round of `result` now; its partial responses go to `Round.cut`."""
         result.is_cut = True  # before the call: perhaps the round's thread has not started the round yet
 
         async def cut() -> None:

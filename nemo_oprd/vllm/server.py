@@ -1,4 +1,4 @@
-"""A vLLM server: its interface, a local one that this process starts and restarts, and its command and environment."""
+"""Interface of a vLLM server, a local one that this process starts and restarts, and its command and environment."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Server:
         return "its log"
 
     def check_deaths(self, why: str, where: str = "") -> None:
-        """Raises ServerRefused if the server died too often, the last time because of `why`; `where`: what to read."""
+        """Raises ServerRefused if no restart is left. `why`: the reason of the last death; `where` ends the message."""
         if self.generation > self.max_restarts:
             raise ServerRefused(
                 f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
@@ -135,7 +135,7 @@ class LocalServer(Server):
     _noted_at: float = -NOTE_EVERY_S
 
     def start(self) -> None:
-        """Starts the process; it answers half a minute to minutes later."""
+        """Starts the server behind a new guard, at a new socket; it answers half a minute to some minutes later."""
         self.generation += 1
         self.socket = self.directory / f"server_{self.number}_{self.generation}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ class LocalServer(Server):
         return f"{self.directory.name}_{self.number}_{self.generation}_"
 
     def check_alive(self) -> None:
-        """Raises ServerDied if the guard has ended, which ends with the server; notes the server's mapped files."""
+        """Raises ServerDied if the server's guard, and thus the server, has ended; notes the server's mapped files."""
         process = self._process  # another thread may close the server
         if process is None or process.poll() is not None:
             raise ServerDied(f"{self.name} has ended{self.last_words()}")
@@ -227,7 +227,7 @@ def last_words(log: Path) -> str:
 
 
 def server_command(python: Path, flags: list[str], listen: list[str]) -> list[str]:
-    """The command that starts a server; `flags`: `server_arguments`, `listen`: its address and further middleware."""
+    """Returns a server's command. `flags`: see `server_arguments`; `listen`: its address and further middleware."""
     return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, *listen]
 
 

@@ -1,7 +1,7 @@
-"""The teacher's side of a frozen bridge, which servers apply: R numbers per row leave them instead of the width.
+"""The teacher's side of a frozen bridge, which servers apply, so that they send R values per row instead of D.
 
 The trainer writes the maps to a file in the servers' folder (`vllm/worker/nemo_oprd_bridge.py`). Every answer names the
-digest of its maps, and at every start this process compares each server's projections with its own.
+digest of its maps, and whenever the canary runs, this process compares a server's projections with float64 ones.
 
 D hidden size of the teacher, R bridge rank, T tokens of a prompt.
 """
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-6
 
 
 def number_of_layer(layer: int, match: TeacherMatch) -> int:
-    """Converts a teacher's layer to the number that servers use: the last one after the final norm is L + 1."""
+    """Converts a teacher's layer to the servers' number: L + 1 for the last layer's state after the final norm."""
     return layer + 1 if layer == match.final_layer else layer
 
 
@@ -35,7 +35,7 @@ class ServedBridge:
     """The maps of one teacher, one per supervised student layer, in the order of `TeacherMatch.layers`.
 
     Attributes:
-        layers: of each map, the layer whose states it projects, as servers number them.
+        layers: for each map, the teacher's layer whose states it projects, as servers number layers.
     """
 
     bridge: Bridge
@@ -110,7 +110,7 @@ class ServedBridge:
             states: of each map's layer [T, D], in the server's dtype.
 
         Raises:
-            ValueError: they differ by more than float32 rounds.
+            ValueError: they differ by more than float32 rounding explains.
         """
         for at, (layer, rows) in enumerate(zip(self.students, states, strict=True)):
             maps = self.bridge.for_layer(layer)
@@ -126,7 +126,7 @@ class ServedBridge:
                 )
 
     def _parts(self) -> list[torch.Tensor]:
-        """Returns the numbers of the file, in order: mean and basis of each map."""
+        """Returns the values of the file as tensors, in order: mean and basis of each map."""
         found = []
         for layer in self.students:
             maps = self.bridge.for_layer(layer)

@@ -42,7 +42,7 @@ class Canary:
     Attributes:
         dtype: the servers' precision.
         head: reads the LM head that the trainer applies to final states; None: it applies none.
-        bridge: the maps that the servers apply to the states of the run; those of the canary are in full width.
+        bridge: the maps that the servers apply to the run's states; the canary requests states in full width, too.
         logprobs: whether the run takes log-probabilities and entropies from the servers' own head.
     """
 
@@ -84,12 +84,12 @@ class Canary:
         return verdict.line
 
     def prompts(self, described: dict[str, Any]) -> list[list[int]]:
-        """Makes prompts longer than the window and the server's chunk, capped at the model's `max_positions`."""
+        """Makes ragged prompts, the longest beyond the window and the server's chunk, within `max_positions`."""
         spec = self.spec
         return canary_prompts(spec.vocab_size, sliding_window(spec.hf_config), described["chunk"], spec.max_positions)
 
     def _key(self, described: dict[str, Any], states: States, heads: list[torch.Tensor]) -> str:
-        """Returns the key of a verdict; it covers all results, so that other states and numbers are compared anew."""
+        """Returns the key of a verdict. It covers all results, so a verdict holds for equal states and heads only."""
         seen = hashlib.blake2b(digest_size=16)
         for rows in (*(rows for _, prompts in sorted(states.items()) for rows in prompts), *heads):
             seen.update(rows.contiguous().view(torch.uint8).numpy().data)

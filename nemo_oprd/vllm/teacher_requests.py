@@ -59,7 +59,7 @@ class Request:
     def pieces(self, room: int, width: int, dtype: str) -> list[Request]:
         """Splits the request if its answer takes more than `room` bytes; else returns the request alone.
 
-        Pieces have fewer rows: at least one each, or as many as a server projects at a time. `joined` is the inverse.
+        Pieces have at least one row; with a bridge a multiple of PROJECTED_ROWS or the rest. `joined` joins answers.
         """
         ask, (of_states, of_final) = self.ask, self.ask.sizes(width, dtype)
         if of_states + of_final <= room:
@@ -87,13 +87,13 @@ class Request:
         return Answer(torch.cat([answer.states for answer in answers], dim=1), torch.cat(final))
 
     def read(self, header: dict[str, Any], values: bytearray, server: str, expected: dict[str, Any]) -> Answer:
-        """Checks and returns the answer in a file.
+        """Checks and returns the answer in a file or HTTP body.
 
         Args:
             expected: the header of a complete answer to this request, see `Ask.header`.
 
         Raises:
-            ServerRefused: the server reports an error, the file is not a complete answer to this request, or a value is
+            ServerRefused: the server reports an error, `values` is no complete answer to this request, or a value is
                 not finite.
         """
         if "error" in header:
@@ -126,7 +126,7 @@ class Wanted:
     """One sequence of this rank: its request, and the rows of the step's plan that the answer fills.
 
     Attributes:
-        rows, output_rows: table indices of the rows of both losses.
+        rows, output_rows: table indices of the rows of the representation loss, and of the output loss.
         at, output_at: per row, its index in the answer; two tokens of the student may share a state of the teacher.
     """
 

@@ -35,8 +35,7 @@ from nemo_oprd.vllm.worker.nemo_oprd_requests import ROOM, STATES, AnswerFolder,
 #
 # `nemo-oprd serve --role teacher` starts them. States come back as HTTP answers, through the middleware in
 # `vllm/worker/nemo_oprd_teacher_middleware.py`, so a server may be on any machine. A server that was started anew has
-# another
-# generation: it counts as dead, and has to pass the canary before the next request.
+# another generation: it counts as dead, and has to pass the canary before the next request.
 
 
 logger = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ def server_room(client: Client, server: Server) -> int:
 
 
 def host_room(ranks: int) -> int:
-    """Computes how many bytes of answers one of `ranks` ranks of this machine may hold."""
+    """Computes how many bytes of answers each of this machine's `ranks` ranks may hold."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free: dict[str, Any] = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
     return int(int(free["MemAvailable"]) * 1024 * HOST_SHARE) // ranks
@@ -116,7 +115,7 @@ def host_room(ranks: int) -> int:
 
 
 def named(request: Request) -> Request:
-    """Returns the same request, with a digest of all that the answer depends on as the answer's name."""
+    """Returns the request with a new name for its answer: a digest of the ids and of everything that it asks for."""
     content = {**asdict(request.ask), "name": ""}
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     digest.update(array("q", request.ids).tobytes())
@@ -125,7 +124,7 @@ def named(request: Request) -> Request:
 
 @dataclass
 class _Early:
-    """The prefetching of one step: names and bytes of the answers, and its times, in seconds since the epoch."""
+    """The prefetching of one step: names and bytes of the answers, its start and end in seconds since the epoch."""
 
     bytes: int = 0
     names: set[str] = field(default_factory=set)
@@ -234,7 +233,7 @@ class RequestQueue:
         sizes: bytes of the answer to each request.
         room: bytes of answers that may wait at a time.
         waiting: bytes of the answers of requests under way.
-        under_way: the number of requests claimed and neither taken nor given back.
+        under_way: requests claimed and neither taken nor given back, by index.
     """
 
     left: list[tuple[int, Request]]
@@ -266,7 +265,7 @@ class RequestQueue:
         self._end(index)
 
     def give_back(self, claimed: Claimed) -> None:
-        """Takes back a dead server's request under another name: a partial answer may have the first one."""
+        """Takes back a request without an answer, and renames it: a partial answer may still have the old name."""
         index, _ = claimed
         self.left.append((index, self._end(index).renamed()))
 
@@ -286,7 +285,7 @@ class _Whole:
         self._pieces = Counter(owners)
 
     def take(self, piece: int, answer: Answer) -> None:
-        """Takes the answer to a piece, and passes the whole answer on with the last piece."""
+        """Stores the answer to a piece; after a request's last piece, passes the joined answer to the given `take`."""
         index = self._owners[piece]
         found = self._found.setdefault(index, {})
         found[piece] = answer
@@ -320,13 +319,13 @@ class AnswerFiles:
 
 @dataclass(frozen=True)
 class Round:
-    """The parameters of a rank's requests.
+    """Sends a rank's requests to servers.
 
     Attributes:
-        folder: where the servers write answers; None: they send them (`teacher_round.py`).
+        folder: where the servers write answers; None: they send them in HTTP bodies.
         generations: server's name -> the start that has passed the canary.
         width, dtype: of the teacher's states.
-        room: bytes of answers that may wait for this rank, in shared memory or in its own.
+        room: bytes of answers that may wait for this rank, in shared memory or in its own memory.
         slots: requests at a server at a time.
         limit_s: time limit of a request in seconds.
     """
@@ -350,7 +349,7 @@ class Round:
     ) -> None:
         """Sends the `missing` requests until all are answered or no server is left; adds errors to `failures`.
 
-        This thread calls `take`.
+        The calling thread calls `take`, with the index of a request and its answer.
         """
         pieces = [(i, piece) for i in missing for piece in requests[i].pieces(self.room, self.width, self.dtype)]
         sizes = {at: sum(piece.ask.sizes(self.width, self.dtype)) for at, (_, piece) in enumerate(pieces)}

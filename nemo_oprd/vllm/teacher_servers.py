@@ -2,9 +2,9 @@
 
 One rank per machine, the controller, starts the servers of its machine. Every rank of the teacher's role sends requests
 to servers of its own machine, over their Unix sockets, and finds the answers in the controller's folder in shared
-memory. All of these ranks use the endpoints, servers that others run, and the first of the ranks checks them
-(`teacher_round.py`). A request is a pure function of weights, ids and rows: if a server dies, the round ends when
-no other request is left, the server is restarted and checked again, and the next round sends the missing requests.
+memory. Endpoints, servers that others run, are used by all ranks of the role and checked by its first one
+(`teacher_round.py`). An answer is a pure function of weights, ids and rows: if a server dies, the others compute its
+requests; after the round it is restarted and checked again, and another round sends the requests still missing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_diges
 
 @dataclass
 class ServedTeacher(Teacher):
-    """The teacher of the ranks that read from servers; see the module's docstring."""
+    """A teacher whose states vLLM servers compute; see the module's docstring."""
 
     servers: TeacherServers
 
@@ -108,18 +108,18 @@ class KnownServers:
 
     Attributes:
         generations: server's name -> the start that has passed the canary; an answer names the start that made it.
-        rooms: server's number -> bytes of answers that it holds at a time; for endpoints only.
+        rooms: server's number -> bytes of answers that it holds at a time; 0 or absent unless it is an endpoint.
     """
 
     generations: dict[str, int] = field(default_factory=dict)
     rooms: dict[int, int] = field(default_factory=dict)
 
     def share(self, own: dict[int, Server], servers: dict[int, Server], mine: set[int], *, elsewhere: bool) -> None:
-        """Tells all ranks of `own` servers, and adds those of this machine to `servers`. Every rank calls this.
+        """Shares the data of this rank's `own` servers with all ranks, and takes theirs. Every rank calls this.
 
         Args:
             own: this rank's servers, by number.
-            servers: those that this rank uses; the call adds servers of its machine.
+            servers: those that this rank uses; the call adds those that other ranks of its machine started.
             mine: the numbers of all servers that this rank uses.
             elsewhere: whether all servers are endpoints, whose addresses every rank knows.
         """
@@ -208,10 +208,10 @@ def place(
 
 
 def longest_sequence(config: Config, canary: Canary) -> int:
-    """Returns the most tokens of a sequence in a request, of the run and of the canary.
+    """Returns the largest number of tokens in a request of the run or of the canary, at most the model's positions.
 
-    It is the number of the model's positions, unless the teacher reads the student's ids, of prompts with a limit and
-    of responses that this run samples.
+    It returns the model's positions if prompts have no limit, if responses are replayed, if the teacher has prompts or
+    ids of its own, or if flags set --max-num-batched-tokens, on which the canary's lengths depend.
     """
     limit, teacher, positions = config.data.max_prompt_tokens, config.teacher, canary.spec.max_positions
     others_ids = teacher.reads != "ids" or bool(config.own_prompts) or config.rollout.replay is not None
@@ -254,8 +254,8 @@ class TeacherServers:
             number: index of the teacher.
             canary: the teacher, and the check of its servers.
             readers: the layout of the ranks that need states.
-            trainer_ranks: the number of first ranks, which hold models; dedicated servers of all teachers have the
-                ranks behind them, in the order of the teachers. None: the readers.
+            trainer_ranks: the number of ranks that hold models, the first ones of the world; dedicated servers of all
+                teachers have the ranks after these, in the order of the teachers. None: up to the last reader.
 
         Raises:
             ValueError: the placement of the servers is wrong.
@@ -300,7 +300,7 @@ class TeacherServers:
 
     @property
     def _slots(self) -> int:
-        """The number of requests of this rank at one server at a time."""
+        """The largest number of requests that this rank has at one server at a time."""
         return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
 
     def _make_server(self, where: _Place) -> Server:
@@ -312,7 +312,7 @@ class TeacherServers:
 
     @property
     def verdict(self) -> CanaryVerdict | None:
-        """The verdict on the last checked server of this rank; None on ranks that have started none."""
+        """The verdict on the server that this rank checked last; None on ranks that check none."""
         return self._canary.verdict
 
     @property
@@ -329,14 +329,14 @@ class TeacherServers:
         """Waits until all servers are healthy and have passed their checks. Every rank calls this.
 
         Raises:
-            ServerRefused: a server has not, or died too often.
+            ServerRefused: a server failed a check, or died too often.
             StoppedWaiting: a signal asked the run to stop.
         """
         while failures := self._prove_all():
             self._revive(failures.died)
 
     def _prove_all(self) -> Failures:
-        """Proves the servers of this rank that are not ready, and tells the other ranks their addresses."""
+        """Checks this rank's servers that are not ready, and shares their data; returns the deaths on all ranks."""
         failures, weights, own = Failures(), "", self._fleet.servers
         if own:
             weights = weights_digest(str(self._canary.directory))
@@ -403,7 +403,7 @@ class TeacherServers:
         return self._canary.prove(lambda asks: self._round().answers(asks, server), self._described[server.number])
 
     def check(self, step: int) -> None:
-        """Runs the canary on all servers again, if that is due. Every rank calls this; raises as `wait`."""
+        """Drops answers prefetched for past steps; runs the canary if due. Every rank calls this; raises as `wait`."""
         if self.ahead is not None and self._answers is not None:
             self.ahead.forget(step, self._answers)
         every, failures = self._settings.check_every, Failures()
@@ -421,7 +421,7 @@ class TeacherServers:
         self.wait()
 
     def gather(self, requests: Sequence[Request], take: Callable[[int, Answer], None]) -> None:
-        """Sends all requests of this rank, none outside the readers. Every rank of the world calls this.
+        """Sends the requests of this rank, which has none unless it is a reader. Every rank of the world calls this.
 
         Args:
             take: called in this thread with every answer, in any order: the index of its request, and the answer.
@@ -461,21 +461,21 @@ class TeacherServers:
         return Round(self._client, *where, *about, self._room(), self._slots, limit_s)
 
     def _room(self) -> int:
-        """Computes the bytes of answers that may wait for this rank, in shared memory or, with endpoints, its own."""
+        """Computes how many bytes of answers may wait for this rank: in shared memory or, with endpoints, its own."""
         if self._are_elsewhere:
             return min(host_room(self._neighbours), *self._known.rooms.values())
         free = os.statvfs(self._folder)
         return int(free.f_bavail * free.f_frsize * ANSWERS_SHARE) // len(self._mine[0].readers)
 
     def _revive(self, died: dict[int, str]) -> None:
-        """Restarts dead servers and removes their unfinished answers; every rank calls this."""
+        """Restarts dead servers; after any death, empties this machine's answer folder. Every rank calls this."""
         self._fleet.revive(died)
         if died and self._answers is not None and self._fleet.folder is not None:
             self._answers.clear()
 
     @property
     def deaths(self) -> int:
-        """How often a server of this teacher has died."""
+        """The number of deaths of this teacher's servers."""
         return self._fleet.deaths
 
     def close(self) -> None:

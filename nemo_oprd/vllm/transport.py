@@ -2,7 +2,7 @@
 
     file     a controller writes a bucket into shared memory, its servers read it, the file is removed
     group    the world's first rank broadcasts buckets to the workers of servers on other machines
-    ipc      every rank hands a handle of its copy of the bucket to the worker on the same GPU (not yet run)
+    ipc      a worker opens the bucket of the student's rank on the same GPU, by a handle (not yet run)
 
 At most one bucket of whole tensors is in memory beside the model. `vllm/worker/nemo_oprd_worker.py` is the other side.
 """
@@ -33,7 +33,7 @@ BUCKET_BYTES = 256 << 20
 
 
 def room(size: int, device: torch.device) -> torch.Tensor:
-    """Allocates `size` bytes with any content."""
+    """Allocates an uninitialised buffer, uint8 [size]."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
@@ -44,8 +44,8 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Yields the stream in buckets of at most `size` bytes, or of one larger tensor.
 
-    Buckets share one buffer, so a bucket is valid until the caller requests the next one. The buffer is not cleared: on
-    a CPU it takes memory only as far as it is filled, and a small model does not wait for a whole bucket of pages.
+    Buckets share one buffer, so a bucket is valid until the caller requests the next one. The buffer is not cleared,
+    because on a CPU that would allocate all its pages, even if a small model fills few of them.
     """
     bucket: Bucket | None = None
     for name, tensor in weights:
@@ -63,7 +63,7 @@ def buckets(
 class SharedFolder:
     """A folder of this process in shared memory for buckets and for the sockets of its servers.
 
-    No other user can enter it. A server's guard removes it if this process is killed.
+    No other user can enter it. If this process is killed, a server's guard or that of `guard` removes the folder.
     """
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class SharedFolder:
         self._guard: subprocess.Popen | None = None
 
     def guard(self) -> None:
-        """Starts a guard of the folder, for servers without one: endpoints."""
+        """Starts a guard for the life of this process: endpoints have none, and a server's own ends with the server."""
         if self._guard is None:
             self._guard = guard.start(["sleep", "infinity"], self.path)
 
     def write(self, bucket: Bucket) -> Path:
-        """Writes the bytes of a bucket to a new file; ValueError if shared memory is too small."""
+        """Writes the bytes of a bucket to a new file; returns its path. ValueError if shared memory is too small."""
         self._count += 1
         path = self.path / f"bucket_{self._count}"
         try:
@@ -103,7 +103,7 @@ class SharedFolder:
 
 
 def shareable_room(size: int, device: torch.device) -> torch.Tensor:
-    """Allocates as `room`, in CUDA memory that another process can open: not in expandable segments (`ipc`)."""
+    """Allocates a buffer for `ipc`: outside expandable segments, whose memory no other process can open."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     try:
         return room(size, device)
@@ -114,7 +114,7 @@ def shareable_room(size: int, device: torch.device) -> torch.Tensor:
 
 
 def memory_handle(bucket: Bucket) -> tuple[str, list[Any]]:
-    """Returns, for `ipc`, (UUID of this rank's GPU, handle of the bucket's memory there as JSON, bytes in base64)."""
+    """Returns (UUID of this rank's GPU, handle of the bucket's memory) for `ipc`, with the handle's bytes in base64."""
     handle = bucket.data.untyped_storage()._share_cuda_()
     fields = [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in handle]
     return str(torch.cuda.get_device_properties(bucket.data.device).uuid), fields
@@ -128,13 +128,13 @@ SETTLE_S = 10.0
 
 
 def release() -> None:
-    """Frees the unused memory that this rank's allocator keeps, before servers take memory."""
+    """Frees the unused memory that each rank's allocator keeps, before servers take memory. Every rank calls this."""
     torch.cuda.empty_cache()
     dist.barrier()
 
 
 def lacking(places: list[ServerPlacement], share: float) -> list[str]:
-    """Reports each GPU of servers at `places` with less free memory than `share`, as one line; equal on every rank."""
+    """Returns a line for each GPU at `places` with less than the fraction `share` of its memory free, on every rank."""
     found = []
     for place in places:
         if dist.get_rank() not in place.ranks:

@@ -2,7 +2,7 @@
 
 The trainer and vLLM are not one job, so this module builds the group: a store on the first rank, and torch's
 process group on top of it. After every restart of a server, all servers and the first rank make a new group.
-`vllm/worker/nemo_oprd_group.py` holds the member's side. Over NCCL it was not yet run.
+`vllm/worker/nemo_oprd_group.py` holds the member's side. The group was not yet run over NCCL.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address and size of a group for its members; `nemo_oprd_worker.InitInfo` is the other side.
+    """Address and size of a group for its members; a worker receives them as `nemo_oprd_worker.InitInfo`.
 
     `key`: (server, generation) of all servers in the group; `first_ranks`: per server, the rank of its first worker.
     """
@@ -62,7 +62,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Ended:
-    """The reason why a transfer ended early, and the server that caused it; None if that is not known."""
+    """The reason why a transfer ended early, and the server that caused it; None if that server is not known."""
 
     server: int | None
     why: str
@@ -71,8 +71,8 @@ class Ended:
 class WeightGroup:
     """The group of a run. Every rank has one; only the first rank is a member.
 
-    The controllers see the answers of their servers, but only the first rank can end the transfer for all. They report
-    to each other by a key in the job's store, which keeps the first reason.
+    The controllers see the answers of their servers, but only the first rank can end the transfer for all. A key in
+    the job's store tells all ranks the reason: the first one reported, until the first rank knows the server at fault.
     """
 
     def __init__(self, places: list[ServerPlacement], device: torch.device) -> None:
@@ -88,9 +88,9 @@ class WeightGroup:
         self._job: Any = _get_default_store().clone() if self._workers else None  # type: ignore[attr-defined]
 
     def meet(self, generations: dict[int, int]) -> Rendezvous | None:
-        """Chooses where a new group meets, the same on every rank; None if none is needed. Every rank calls this.
+        """Returns the rendezvous of a new group, equal on every rank; None if none is needed. Every rank calls this.
 
-        `generations` are those of the servers of this rank.
+        `generations`: of this rank's servers, by number.
         """
         if not self._workers:
             return None
@@ -119,7 +119,7 @@ class WeightGroup:
         )
 
     def open(self, meeting: Rendezvous) -> Future | None:
-        """Begins to open the group while the others join; returns a future, or None on ranks that are not in it."""
+        """Begins to open the group while the workers join; returns its future on the first rank, None on the others."""
         if dist.get_rank() != 0:
             return None
         self._group = None
@@ -143,7 +143,7 @@ class WeightGroup:
                 self._group = future.result()
 
     def send(self, bucket: Bucket | None) -> None:
-        """Broadcasts a bucket, or None for the end. If the group breaks, it stops, and `ended` gives the reason."""
+        """Broadcasts a bucket, or None for the end. Once the group is broken, does nothing: `ended` has the reason."""
         if self._group is None:
             return
         try:
@@ -180,7 +180,7 @@ class WeightGroup:
                 )
 
     def report(self, server: int | None, why: str) -> None:
-        """Reports, on any rank and thread, that a server ended the transfer; the first reason stays."""
+        """Reports that a server ended the transfer; the first reason stays. Any rank and thread may call this."""
         with suppress(RuntimeError):  # the job's store ends with the first rank
             self._job.compare_set(self._key, "", json.dumps([server, why]))
 
@@ -214,9 +214,9 @@ class WeightGroup:
 
 
 def own_address(hosts: list[str]) -> str:
-    """Finds the one address of this machine that all `hosts` can reach: a loopback address if all are this machine.
+    """Returns this machine's address towards the first of `hosts` on another machine; a loopback one if there is none.
 
-    OSError if a host has no address.
+    The store listens at this address alone, so all hosts have to reach it. OSError if a host has no address.
     """
     for host in hosts:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -227,7 +227,7 @@ def own_address(hosts: list[str]) -> str:
 
 
 def open_store(address: str) -> Any:
-    """Opens a key-value store that listens at `address` only, at a port of its own."""
+    """Opens the key-value store of a group, which listens at `address` only, on a free port; returns the store."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=128) as listening:
         port = listening.getsockname()[1]

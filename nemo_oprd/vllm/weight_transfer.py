@@ -1,9 +1,8 @@
 """One weight transfer: from the trainer's stream of tensors to all servers, with a check that every byte has arrived.
 
-Every rank of the world takes part, because the stream is made by collectives of the trainer's ranks. A controller
-pauses its servers, sends the buckets, compares the digest that every worker computed of the received tensors with that
-of the first rank, names the version and resumes. All ranks learn of a controller's failure after the phase in which it
-happened; the next attempt restarts the failed server.
+Every rank of the world takes part, because the trainer's ranks make the stream by collectives. A controller pauses its
+servers, sends the buckets, compares each worker's digest of the received tensors with the first rank's digest, sets the
+version, and lets the servers sample again. Ranks share failures after each phase, and dead servers are then restarted.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ SAY_AFTER_S = 10.0
 
 @dataclass
 class UpdateCalls:
-    """The calls of one controller, and the state of each of its servers. All calls raise ServerDied and ValueError.
+    """The calls of one controller, and the state of each of its servers. Any call may raise ServerDied or ValueError.
 
     Attributes:
         fleet: without a client on ranks that control no server; no call is made there.
         tensors: number of tensors of the model.
         describe: raises ValueError unless a server, by its description, fits this run.
-        response_timeout: seconds that a response may take, also another client's.
+        response_timeout: seconds that a response may take, including one for another client.
     """
 
     fleet: Fleet
@@ -72,7 +71,7 @@ class UpdateCalls:
         self._broken.discard(number)
 
     def updates_begin(self) -> None:
-        """Marks that servers now receive tensors: an update that fails from here on cannot be begun again."""
+        """Notes that servers receive tensors from here on, so that `prepare` begins a new update after a failure."""
         self._begun.clear()
 
     async def prepare(self, server: Server) -> None:
@@ -145,7 +144,7 @@ class UpdateCalls:
         await self._load(server, info, LOAD_TIMEOUT_S)
 
     async def receive(self, server: Server) -> None:
-        """Lets the workers receive all buckets of the group, whose members have a deadline for each of them."""
+        """Lets the workers receive all buckets from the group, whose members have a deadline for each broadcast."""
         await self._load(server, {}, RECEIVE_TIMEOUT_S)
 
     async def _load(self, server: Server, info: dict[str, Any], timeout: float) -> None:
@@ -211,12 +210,13 @@ class WeightPush:
         """Sends the weights to every server; returns their version.
 
         Args:
-            stream: the whole model; called on every rank, once per attempt.
-            step: number of optimizer steps behind the weights, the first part of the version. The digest is the other.
+            stream: makes the stream of all tensors; called on every rank, at most once per attempt.
+            step: number of optimizer steps behind the weights; the version consists of it and the digest.
             version: of weights that some servers have already; the stream must still have their bytes.
 
         Raises:
-            ServerRefused: a server refuses, or died too often, or the weights are not those of `version` any more.
+            ServerRefused: a server refuses or died too often, the group broke twice, or the stream is not of `version`.
+            StoppedWaiting: a signal asked the run to stop.
         """
         broke = None
         while True:
@@ -258,7 +258,7 @@ class WeightPush:
     def call_sleepers(self, path: str) -> None:
         """Calls the servers that share GPUs with the trainer, all at the same time (not yet run).
 
-        The next update finds dead ones. Returns on every rank when all have answered; every rank calls this.
+        Ignores dead servers: the next update finds them. Every rank calls this; it returns when all have answered.
 
         Raises:
             ServerRefused: a server refuses.
@@ -272,7 +272,7 @@ class WeightPush:
     def revive(self, died: dict[int, str]) -> None:
         """Restarts dead servers; the next `push` waits for them and sends them the weights. Every rank calls this.
 
-        `died`: per server, why; the same on every rank. Raises ServerRefused if a server died too often.
+        `died`: per server, why; the same on every rank. ServerRefused if a server died too often, or its GPU is full.
         """
         _make_room([self._places[n] for n in died if self._places[n].sleeps], self._mine, self._memory_share)
         for number in died:
@@ -309,7 +309,7 @@ class WeightPush:
         return failures.shared(), version, ended
 
     def _judge(self, failures: Failures, ended: Ended | None) -> None:
-        """Finds this rank's servers that left the group because of a refusal; the others left because it was over."""
+        """Records as refusals the errors of servers that ended the transfer; others left because it was over."""
         for number, said in failures.left.items():
             if ended is None:
                 failures.refused.append(said)
@@ -349,7 +349,7 @@ class WeightPush:
         self._group.opened(opened)
 
     def _send(self, weights: Iterable[tuple[str, torch.Tensor]], failures: Failures) -> str | None:
-        """Sends the stream; returns its digest on the first rank, which compares it with what arrived."""
+        """Sends the stream; returns its digest on the first rank, with which `finish` compares what arrived."""
         digest = Digest() if dist.get_rank() == 0 else None
         of_transport: dict[str, list[int]] = {"file": [], "group": [], "ipc": []}
         for number in self._mine.servers:
@@ -382,9 +382,9 @@ class WeightPush:
         digest: Digest | None,
         failures: Failures,
     ) -> None:
-        """Sends the stream bucket by bucket; adds it to `digest`, if there is one, and checks that none is missing.
+        """Sends the stream bucket by bucket; adds it to a given `digest`, and checks that no tensor is missing.
 
-        `of_transport`: the servers of this rank.
+        `of_transport`: the servers of this rank, by transport.
         """
         allocate = transport.shareable_room if self._handle_group is not None else transport.room
         for bucket in transport.buckets(weights, allocate=allocate):
@@ -434,9 +434,9 @@ def digest_in(version: str) -> str:
 
 
 def _make_room(places: list[ServerPlacement], mine: Fleet, share: float) -> None:
-    """Frees the GPUs that servers share with the trainer, whose free memory a server measures at its start.
+    """Ends the servers at `places` and frees unused GPU memory: a server measures what is free when it starts.
 
-    No rank computes now. Raises ServerRefused if a GPU has less than `share`: the server would fail at every start.
+    No rank may compute meanwhile. ServerRefused if less than the fraction `share` is free: every start would fail.
     """
     if not places:
         return

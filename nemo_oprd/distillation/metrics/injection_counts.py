@@ -12,7 +12,7 @@ from nemo_oprd.distillation.hidden_state_loss import LayerSums
 
 
 class CaptureError(ValueError):
-    """A supervised layer was not reached, reached twice, or received no gradient."""
+    """A supervised layer, the output loss or a router was not reached, or reached twice, or got no gradient."""
 
 
 def check_output_passes(count: int, plan: BatchPlan) -> None:
@@ -41,7 +41,7 @@ def check_injections(sums: LayerSums, plan: BatchPlan, num_layers: int) -> None:
         plan: the rows of the representation loss.
 
     Raises:
-        CaptureError: names the layer, its stage and the settings that can be the cause.
+        CaptureError: as `check_layer_counts`; the place is the layer's stage and model chunk.
     """
     expected = plan.held_microbatches()
     stages = {layer: plan.layout.stage_of_layer(layer, num_layers) for layer in sums}
@@ -69,7 +69,7 @@ def check_layer_counts(
         settings: the user's names of the recompute settings and of the loss, for the messages.
 
     Raises:
-        CaptureError: names the layer, its place and the settings that can be the cause.
+        CaptureError: a number differs or a gradient is zero; names the layer, its place and the suspect settings.
     """
     recompute, kind = settings
     for layer, found in sums.items():

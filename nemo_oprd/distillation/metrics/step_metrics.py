@@ -29,8 +29,8 @@ from nemo_oprd.distillation.step_batch import StepBatch
 class NamedSums:
     """Float64 sums by name, which are views of one flat tensor.
 
-    All ranks make the same names in the same order. Each rank adds the values that it alone has measured: a stage the
-    sums of its layers, the last stage those of the output loss, and of ranks with the same rows the first one only.
+    All ranks have the same names in the same order. A stage adds the sums of its layers, the last stage also those of
+    the output loss. Among ranks with the same rows, only the first one adds its sums.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], place: torch.device) -> None:
@@ -65,7 +65,7 @@ class RouterMetrics:
 
     @property
     def nonfinite_reason(self) -> str | None:
-        """A text that names the loss that is not finite; None if both are finite."""
+        """A text with both routers' losses if their weighted sum is not finite; else None."""
         if math.isfinite(self.loss):
             return None
         return ", ".join(f"{name} is {self.named[name]}" for name in ("moe/aux_loss", "moe/z_loss"))

@@ -38,7 +38,7 @@ class TokenSlots:
         """Slots for `count` responses, or all if there are fewer, evenly spread over the batch; None for 0.
 
         Evenly spread, because the responses to one prompt stand next to each other. The choice depends on the numbers
-        alone, so a step keeps the same responses in every layout.
+        of responses alone, so a step keeps the same responses in every layout.
         """
         count = min(count, len(rollouts))
         if not count:
@@ -99,7 +99,7 @@ class TokenMetrics:
             rep_loss: sum_l w_l loss_l / sum_l w_l of the token over the supervised layers l.
             cosine: cosine similarity of student and teacher, mean over the supervised layers.
             kl: KL(student, teacher) of the next-token distributions that predict the token, in nats.
-            log_ratio: log p - log q of the token itself, of which `kl` is the mean over tokens from the student.
+            log_ratio: log p - log q of the token itself; its expectation over the student's tokens is `kl`.
     """
 
     responses: list[int]  # indices of the responses in the step's rollouts

@@ -2,7 +2,7 @@
 
 A run without an output loss computes no distributions, and with `sampled_token` the teacher sends only two numbers per
 token. In a watched update, entropies, top-k overlap and divergences are measured nevertheless. Without an output loss
-they are measured on randomly drawn rows, other ones in each update. With `sampled_token` they are measured on all rows
+they are measured on randomly drawn rows, new ones in each update. With `sampled_token` they are measured on all rows
 (the top sets on drawn ones, as in every output loss): the teacher sends its final hidden states, from which the student
 rank computes the same loss.
 """

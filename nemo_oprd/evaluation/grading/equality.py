@@ -84,7 +84,7 @@ _RATIO = re.compile(r"-?[\d.]+(?:/[\d.]+)?(?::-?[\d.]+(?:/[\d.]+)?)+")
 
 
 def unlabelled(given: str, answer: str) -> tuple[str, str]:
-    """Returns both answers, without the name before one's equals sign if the other has none: `x = 10,080`, `10080`."""
+    """Returns both answers; if only one has an equals sign, without the name before it: `x = 5` -> `5`."""
     if "=" not in answer and given.count("=") == 1:
         return _without_label(given), answer
     return given, _without_label(answer) if "=" not in given and answer.count("=") == 1 else answer
@@ -96,7 +96,7 @@ def _without_label(text: str) -> str:
 
 
 def settle(given: str, answer: str) -> bool | None:
-    """Returns whether two answers are equal by their readings beyond cleaned spelling; None if undecided."""
+    """Returns whether two answers in notations that math-verify misreads are equal; None for other answers."""
     if given.strip() == answer.strip():
         return None
     time = _same_time(given, answer)
@@ -137,7 +137,7 @@ def pairs(given: str, answer: str) -> Iterator[tuple[str, str]]:
 
 
 def _are_of_one_variable(wanted: str, found: str, intervals: tuple[str, str]) -> bool:
-    """Returns whether two answers, of which one at least is an inequality, can be compared as intervals."""
+    """Returns whether two answers, at least one an inequality, can be compared as intervals."""
     if intervals == (wanted, found) or not all(map(is_interval, intervals)):
         return False
     if intervals[0] == wanted or intervals[1] == found:
@@ -156,7 +156,7 @@ def _in_order(one: str, other: str) -> str:
 
 
 def _meaning(text: str, other: str) -> str:
-    """Converts degrees to radians where the other answer or a function needs them, and exponents to exact ones."""
+    """Rewrites an answer for math-verify: degrees as radians if needed, mixed numbers, ratios, decimal exponents."""
     marked = _DEGREES.sub(_DEGREE, text)
     if _DEGREE in marked and (_PI.search(other) or _TRIGONOMETRY.search(text)):
         radians = _IN_DEGREES.sub(r"(\\frac{\1}{180}\\pi)", clean(marked))
@@ -182,7 +182,7 @@ def _exact_exponent(found: re.Match[str]) -> str:
 
 
 def _without_integers(text: str) -> str:
-    r"""Removes the remark at the end of a cleaned answer that a letter is any integer, `k \in \mathbb{Z}`."""
+    r"""Removes the remark `k \in \mathbb{Z}` (k is any integer) from the end of a cleaned answer."""
     found = _last_match(text)
     return text if found is None else text[: found.start()]
 
@@ -309,7 +309,7 @@ def _is_point_against_signs(one: str, other: str) -> bool:
 
 
 def _same_time(given: str, answer: str) -> bool | None:
-    """Returns whether two times of day are equal, if one of them names its half of the day."""
+    """Returns whether two times of day are equal, if a.m. or p.m. is named; else None."""
     found, wanted = _time(given), _time(answer)
     if wanted is not None and found is None and wanted[2]:
         return False
@@ -377,7 +377,7 @@ class Judgement:
 def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False) -> Judgement:
     r"""Judges whether `given` equals the reference `answer`.
 
-    A percentage equals its number of percent and its value: 50\%, 50 and 0.5. May be called from any thread. An answer
+    A percentage such as 50\% equals its number, 50, and its value, 0.5. May be called from any thread. An answer
     of more than 1,000 characters is wrong. An expression that math-verify cannot decide within 10 seconds and 4 GiB is
     compared as text, and `judge` logs a warning, because the grade then depends on the machine.
 
@@ -410,7 +410,7 @@ def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False)
 
 
 def _ask(readings: Iterator[tuple[str, str]]) -> bool | None:
-    """Returns whether a pair is equal by math-verify; None if none is, and it did not decide one."""
+    """Returns whether math-verify finds a pair equal; None if it finds none equal and left a pair undecided."""
     undecided = False
     for pair in readings:
         verdict = _VERIFIER.equivalent(*pair)
@@ -451,7 +451,7 @@ class _Verifier:
         return None
 
     def _running(self) -> subprocess.Popen[str]:
-        """Returns the running child. `_owner` is its parent: a forked process must not write into its parent's pipe."""
+        """Returns the child, or starts one. `_owner` is its parent: a fork must not write into its parent's pipe."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None or self._owner != os.getpid():

@@ -1,10 +1,10 @@
 r"""Finds the final answer in the text of a response; `equality.py` compares answers.
 
-Text that is marked as reasoning is no answer: these functions read only the text after `</think>`, and no text after a
-`<think>` that is never closed. They read a response without such marks whole.
+Text that is marked as reasoning is no answer: `final_part` returns the text after the last `</think>`, no text if a
+later `<think>` is never closed, and a response without such marks whole. Extraction then reads this part.
 
 Boxes side by side are one answer: `\boxed{1}, \boxed{2} and \boxed{3}` is `1, 2, 3`. Only commas, `and`, `or` and
-spaces may stand between them; a box in another sentence, or behind other words or operators, is an answer of its own.
+spaces may stand between them; a box in another sentence, or after other words or operators, is an answer of its own.
 
 Every function takes time linear in the length of the text, because a degenerate response may open thousands of boxes.
 """
@@ -119,7 +119,7 @@ class _Box(NamedTuple):
 
 
 def _last_boxes(text: str) -> list[_Box]:
-    """Returns the last box, after those side by side with it."""
+    """Returns the last box and those side by side with it, in order; [] without a box."""
     last: _Box | None = None
     closed: _Box | None = None  # the box that ends last so far
     before: dict[int, _Box] = {}  # a box's command -> the box side by side with it
@@ -169,8 +169,8 @@ def extract_answer_line(text: str) -> str | None:
     """Returns the text after the last `Answer:`, to the end of its line; None if there is none.
 
     Case does not matter and words may precede (`Final answer: 5`). If the line ends after the colon, the next line that
-    is not blank holds the answer. A box in the answer is opened, and dollar signs, bold type and a final period around
-    it are removed.
+    is not blank holds the answer. If the answer holds a box, only the box's content is returned; else dollar signs,
+    bold type and a final period around it are removed.
 
     Example: `extract_answer_line("So x is 5.\\n\\n**Answer:** $5$.") == "5"`.
     """
@@ -192,7 +192,7 @@ def _rest_of_line(text: str, start: int) -> str:
 
 
 def unwrap(line: str) -> str:
-    """Removes usual marks around an answer: `**$5$**.` -> `5`; replaces a box in it by its content."""
+    """Returns the content of the last box in a line, else the line without marks around it: `**$5$**.` -> `5`."""
     boxed = extract_boxed(line)
     if boxed is not None:
         return boxed
@@ -208,7 +208,7 @@ def unwrap(line: str) -> str:
 
 
 def extract_answer_line_or_boxed(text: str) -> str | None:
-    """Returns the last `Answer:` line, and without one the last box."""
+    """Returns the answer in the last `Answer:` line, or without one in the last box; None without both."""
     line = extract_answer_line(text)
     return extract_boxed(text) if line is None else line
 
@@ -216,9 +216,9 @@ def extract_answer_line_or_boxed(text: str) -> str | None:
 def extract_number(text: str) -> str | None:
     r"""Returns the number at the last mark (box, `Answer:`, `answer is` or `####`); without a mark, the last number.
 
-    It is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number, and what is marked as the
-    answer and is no number, such as `3\sqrt{2}` or two boxes side by side, is none. A heading of Markdown that begins
-    with `####` is no mark. Of an equation that is marked as the answer, the number behind its last equals sign counts.
+    A number is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number. A marked answer that
+    is no number, such as `3\sqrt{2}` or two boxes side by side, gives None. A heading of Markdown that begins with
+    `####` is no mark. If the marked answer is an equation, the number after its last equals sign counts.
 
     Example: `extract_number("12 + 5 = 17, so $1,017 in all.") == "1,017"`.
     """
@@ -236,7 +236,7 @@ def _spelling(text: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    """Returns the last number of a prose text, with the whole formula around it; digits inside words do not count."""
+    """Returns the last number of a prose text, read with the formula around it; digits inside words do not count."""
     for run in reversed(list(_RUN.finditer(text))):
         start = run.start()
         rest = text[run.end() : run.end() + _STATEMENT].partition("\n")[0]
@@ -253,7 +253,7 @@ def marked_number(text: str) -> str | None:
 
 
 def _ends_of_statements(text: str) -> Iterator[int]:
-    """Yields the ends of each `answer is` before a number that is no condition ("if the answer is 5")."""
+    """Yields the end of each `answer is` that precedes a number and is no condition ("if the answer is 5")."""
     for found in _ANSWER_IS.finditer(text):
         line_end = text.find("\n", found.end())
         line = text[found.end() : min(found.end() + _STATEMENT, len(text) if line_end < 0 else line_end)]
@@ -266,7 +266,7 @@ def _ends_of_statements(text: str) -> Iterator[int]:
 
 
 def _ends_of_hashes(text: str) -> Iterator[int]:
-    """Yields the ends of each `####` that marks a number as the answer."""
+    """Yields the end of each `####` that marks a number as the answer."""
     for found in _HASHES.finditer(text):
         end = found.end()
         if found.start() and text[found.start() - 1] != "\n":
@@ -280,10 +280,10 @@ def _ends_of_hashes(text: str) -> Iterator[int]:
 
 
 def extract_choice(text: str) -> str | None:
-    """Returns the letter of a multiple-choice answer, in upper case: in the last box, `Answer:`, `answer is` or `####`.
+    """Returns the letter, in upper case, that begins the text at the last mark: box, `Answer:`, `answer is` or `####`.
 
-    A response that is nothing but a letter is that letter. Other letters in prose are no answers: "A" starts sentences,
-    and "the answer is a bit tricky" names none. `####` counts before a letter that is alone in its line.
+    Without a mark, a response that is nothing but a letter is that letter. Other letters in prose are no answers: "A"
+    starts sentences, and "the answer is a bit tricky" names none. `####` marks only a letter alone in its line.
 
     Example: `extract_choice("A bird flies, so the answer is (b).") == "B"`.
     """
@@ -305,7 +305,7 @@ def _is_article(marked: str, letter: re.Match[str]) -> bool:
 
 
 def extract_exact(text: str) -> str | None:
-    """Returns the content of the last box or `Answer:` line, whichever is last; without any, the whole response."""
+    """Returns the content of the last box or `Answer:` line; without any, the response without marks around it."""
     marked = _last_marked(text, (_ends_of(_ANSWER),))
     return (unwrap(text) if marked is None else marked) or None
 
@@ -366,7 +366,7 @@ def _last_marked(
 
 
 def numbers_in(text: str) -> list[str]:
-    """Returns the numbers in a text as people write them, in its order, without dollar and plus signs."""
+    """Returns the numbers in a text as people write them, in order, without dollar and plus signs."""
     text = text.replace(r"\$", "$").replace("{,}", ",").replace(r"\!", "")
     found = (match.group() for match in _NUMBER.finditer(text))
     return [

@@ -184,7 +184,7 @@ def check_comparable(name: str, after: Side, before: Side) -> None:
     """Checks that the grades of a set in two evaluations may be compared.
 
     Raises:
-        ValueError: the problems have other answers in one evaluation than in the other, or other graders grade them.
+        ValueError: the reference answers or the graders of the two evaluations differ.
     """
     (here, answers, graders), (there, others, their_graders) = after, before
     for problem in sorted({*answers, *others}):

@@ -1,7 +1,7 @@
 """The built-in graders by name, the grader of each data source, and users' own graders. Imports no torch.
 
 A grader takes a response's text and the reference answer, and returns the answer that it found and whether it is right.
-`MODULE:FUNCTION` names a function of the user's, which is imported from Python's path or from the working directory.
+`MODULE:FUNCTION` names a user's own function, which is imported from Python's path or from the working directory.
 docs/evaluation.md describes such a function.
 """
 
@@ -68,7 +68,7 @@ class _Builtin:
     Attributes:
         summary: for messages.
         extract: finds the answer in the final part of a response.
-        compare: returns whether an answer equals the result of `reference`; None leaves that to math-verify.
+        compare: returns whether an answer equals the result of `reference`; None leaves that to `judge`.
         mathematical: whether it uses math-verify.
         reference: returns the value to compare with, from the reference answer; None if that is not as `expected`.
     """
@@ -101,7 +101,7 @@ def _letter(answer: str) -> str | None:
 
 @lru_cache(maxsize=100_000)
 def _number(answer: str) -> str | None:
-    """Returns the number of a reference answer: an expression itself, the marked number of a text, or its only one."""
+    """Returns the number in a reference answer: a whole expression, or a text's marked or only number; else None."""
     if is_number(canonical(answer)):  # also with a unit; a percentage must stay one
         return answer
     if extraction.marked_number(answer) is not None:
@@ -114,7 +114,7 @@ def _number(answer: str) -> str | None:
 
 @lru_cache(maxsize=100_000)
 def _same_number(given: str, answer: str) -> bool | None:
-    """Returns whether two numbers are exactly equal; None if the reference is an expression that is no plain number."""
+    """Returns whether two numbers are exactly equal (0.5 and 50 equal 50%); None if one is no plain number."""
     found, wanted = numerals.read(given), numerals.read(answer)
     if found is None or wanted is None:
         return None
@@ -197,7 +197,7 @@ class BuiltinGrader:
 
 @dataclass(frozen=True)
 class OwnGrader:
-    """A function of the user's: `f(response, answer)` returns a bool, or (bool, the answer that it found or None)."""
+    """A user's own function: `f(response, answer)` returns a bool, or (bool, the answer that it found or None)."""
 
     name: str
     function: Callable[[str, str], Any]
@@ -261,7 +261,7 @@ def check_judge(key: str, judge: str) -> None:
 
 
 def resolve(key: str, name: str, judge: str = "math_verify") -> Grader:
-    """Returns the grader of that name; imports a user's own.
+    """Returns the grader of that name; imports a user's own function.
 
     Raises:
         ValueError: as `check_name`, or there is no such function, or it can't be called with (response, answer).
@@ -283,7 +283,7 @@ def resolve(key: str, name: str, judge: str = "math_verify") -> Grader:
 class GraderChoice:
     """Chooses the grader of a response: by its set where one was named, else by its data source, else `boxed`.
 
-    In place of `boxed`, `read` takes the grader for the form of a data source's answers.
+    `read` replaces `boxed` by the grader for the form of a data source's reference answers.
 
     Args:
         named: set -> name of a grader; "" stands for all sets that are not named.

@@ -81,7 +81,7 @@ class Numeral:
 
     Attributes:
         spelling: as it is written, without currency and percent signs.
-        outside: the text before and behind it.
+        outside: the text before and after it.
     """
 
     spelling: str
@@ -120,7 +120,7 @@ def read(text: str) -> Numeral | None:
 
 
 def _ends(tail: str) -> bool:
-    """Returns whether a number ends before `tail`: a unit, a remark, a clause or nothing, but no more mathematics."""
+    """Returns whether a number is complete before `tail`: a unit, a remark, a clause or nothing, not mathematics."""
     closing = _CLOSING.match(tail)
     assert closing is not None
     tail, glued = tail[closing.end() :], not closing.group()
@@ -154,7 +154,7 @@ def _ratio(groups: tuple[str, ...]) -> Fraction | None:
 
 
 def _mixed(groups: tuple[str, ...]) -> Fraction | None:
-    """A whole number and a proper fraction; `2\frac{3}{2}` may be meant as a product."""
+    r"""Adds a whole number and a proper fraction; None for `2\frac{3}{2}`, which may be meant as a product."""
     whole, part = _decimal(groups[0]), _ratio(groups[1:])
     return whole + part if whole is not None and part is not None and 0 <= part < 1 else None
 

@@ -181,7 +181,7 @@ def _grade(loaded: Sequence[Loaded]) -> tuple[list[list[GradedSet]], dict[str, d
 
 
 def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Merges evaluations to one per directory, with the files of all of them; one file per set."""
+    """Merges the evaluations of each directory into one; raises ValueError if a set has two files."""
     found: dict[Path, Evaluation] = {}
     for each in evaluations:
         directory = each.directory.resolve()

@@ -105,7 +105,7 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 def _unit_of(text: str) -> tuple[str, int | None] | None:
-    """Returns the unit after the number of an answer, or its dollar sign, as its pattern, and its power; else None.
+    """Returns (pattern of the unit or dollar sign of an answer, the unit's power); None without a unit.
 
     The power is None where none is written: `864 inches` may well be square inches. Angles and percent are left out.
     """
@@ -120,7 +120,7 @@ def _unit_of(text: str) -> tuple[str, int | None] | None:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Returns whether two answers may have the same unit: they do unless both name one and the units differ."""
+    """Returns whether two answers may have the same unit: they may, unless both name one and the units differ."""
     units = _unit_of(one), _unit_of(other)
     if units[0] is None or units[1] is None:
         return True
@@ -184,8 +184,8 @@ def _value(numeral: re.Match[str]) -> int | None:
 def as_interval(text: str) -> str | None:
     r"""Converts cleaned inequalities in one letter to intervals: `-2 \le x < 7` -> `[-2,7)`; None for other texts.
 
-    `or` joins intervals, `and` a lower and an upper bound, `x \ne 3` is all numbers but one, and of `x \in S` the set
-    is what counts.
+    `or` joins intervals, `and` joins a lower and an upper bound, `x \ne 3` is all numbers but one, and `x \in S`
+    becomes `S`.
     """
     member = _MEMBER.match(text)
     if member is not None:
@@ -198,7 +198,7 @@ def as_interval(text: str) -> str | None:
 
 
 def _conjoined(text: str) -> str:
-    """Replaces the comma between two bounds by `and` or `or`: `x < 7, x > 2` is between them."""
+    """Replaces the comma between two bounds: by `and` if the lower one is less than the upper one, else by `or`."""
     sides = text.split(",")
     if len(sides) != 2:
         return text
@@ -256,5 +256,5 @@ def is_interval(text: str) -> bool:
 
 
 def is_percentage(text: str) -> bool:
-    """Returns whether an answer has a percent sign or ends with the word."""
+    """Returns whether an answer has a percent sign, or the word percent, percentage or pct."""
     return _PERCENT.search(text) is not None

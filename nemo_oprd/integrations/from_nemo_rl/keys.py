@@ -2,7 +2,7 @@
 
 Tables translate single keys; functions translate groups of dependent keys, and note every difference in meaning. Each
 other key of the recipe gets a note with the reason (`_WITHOUT_COUNTERPART`), or one that says that it is unknown.
-The models are in `models.py`, the optimizer in `keys.py`.
+The models are in `models.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nemo_oprd.integrations.from_nemo_rl.recipe import Reader, Recipe, Row, Tran
 
 
 def _if_there(read: Callable[..., Any], default: Any) -> Reader:
-    """Makes a reader: `default` for a null key, and None, which leaves our default, for a missing one."""
+    """Makes a reader that calls `read` with `default` for null; a missing key gives None, which sets nothing."""
     return lambda recipe, key: read(recipe, key, default=default) if recipe.names(key) else None
 
 
 def _adam_betas(recipe: Recipe, key: str) -> list[float] | None:
-    """Reads Megatron's two keys; the default here replaces a missing one."""
+    """Reads Megatron's two keys; the default of `train.betas` replaces one that is missing. None if both are."""
     betas = [recipe.number(f"{key}{number}") for number in (1, 2)]
     given = [default if beta is None else beta for beta, default in zip(betas, TrainConfig().betas, strict=True)]
     return None if betas == [None, None] else given
@@ -63,7 +63,7 @@ _OPTIMIZERS: dict[bool, tuple[str, str, tuple[Row, ...]]] = {
 
 
 def translate_optimizer(recipe: Recipe, made: Translated) -> None:
-    """Sets train.lr and what belongs to it, after train.steps was set. Raises ValueError for a wrong value."""
+    """Sets the keys of optimizer and learning rate, after train.steps was set. Raises ValueError for a wrong value."""
     megatron = recipe.flag("policy.megatron_cfg.enabled")
     key, adam, rows = _OPTIMIZERS[megatron]
     name = recipe.text(key, adam)
@@ -225,7 +225,7 @@ _OF_MOPD = {
 
 
 def translate(values: dict[str, Any], name: str, models: str) -> Translated:
-    """Translates the loaded recipe `name`; its models are below the directory `models`, by their last names.
+    """Translates the loaded recipe `name`; its models are below the directory `models`, by the last part of each name.
 
     Raises:
         ValueError: the recipe is not one of distillation, or has a value of the wrong type or out of range.
@@ -290,7 +290,7 @@ def _sampling(recipe: Recipe, made: Translated) -> None:
 
 
 def _loss(recipe: Recipe, made: Translated) -> None:
-    """Translates NeMo-RL's KL on the teacher's most probable ids, averaged over the tokens of an update."""
+    """Translates the loss: usually NeMo-RL's KL on the teacher's top-k ids, averaged over the tokens of an update."""
     if recipe.algorithm == "grpo":
         _sampled_token_loss(recipe, made)
         return
@@ -458,7 +458,7 @@ def _template(recipe: Recipe, made: Translated) -> None:
 
 
 def _evaluation(recipe: Recipe, made: Translated, prefix: str) -> None:
-    """Translates the validation of a set; here the first and the last step are always evaluated, or none is."""
+    """Translates a validation set's settings; here evaluations include the start and the end, or there are none."""
     repeat, limit = recipe.count(f"{prefix}.repeat"), recipe.count(f"{recipe.algorithm}.max_val_samples")
     made.set("evaluation.samples", repeat)
     made.set("evaluation.limit", limit)

@@ -70,7 +70,7 @@ def translate_models(recipe: Recipe, made: Translated, models: str) -> None:
 
 
 def _directory(made: Translated, models: str, key: str, model: str, name: str | None = None) -> str:
-    """Returns the directory of a model, by the last part of its name, or by `name`."""
+    """Returns the directory for a model, named by the last part of the model's name or by `name`; adds a note."""
     directory = f"{models}/{name or model.rstrip('/').rpartition('/')[2]}"
     made.note(f"{key}={model}: put this model into {directory}")
     return directory
@@ -123,7 +123,7 @@ def _dispatcher(recipe: Recipe, made: Translated, role: str, group: str) -> None
 
 
 def is_mopd(recipe: Recipe) -> bool:
-    """Whether the teachers belong to agents of NeMo Gym, and the trainer is NeMo-RL's GRPO."""
+    """Returns whether the teachers belong to agents of NeMo Gym, and the trainer is NeMo-RL's GRPO."""
     return recipe.flag(f"{MOPD}.enabled")
 
 
@@ -174,7 +174,7 @@ def _teachers_by_agent(recipe: Recipe, made: Translated, models: str) -> None:
 
 
 def _teacher_ranks(recipe: Recipe, made: Translated) -> None:
-    """Translates the layout of all teachers, and their GPUs if these are not the student's."""
+    """Translates the layout and the GPUs of all teachers, if they have GPUs of their own."""
     group = f"{MOPD}.non_colocated_teachers"
     if not recipe.flag(f"{group}.enabled"):
         return
@@ -202,7 +202,7 @@ def gpus_of(recipe: Recipe, group: str) -> int:
 
 
 def ranks(values: dict[str, Any], made: Translated | None = None) -> int:
-    """Returns the ranks of a run: the GPUs of the recipe's cluster, without those that no role of `made` can use.
+    """Returns the ranks of a run: the cluster's GPUs; with a dedicated teacher, without those that no role can use.
 
     Raises:
         ValueError: a value is no number.

@@ -1,8 +1,8 @@
 """Reader of a NeMo-RL recipe: loads it as NeMo-RL does, returns its values, and records which keys were read.
 
-A recipe is a YAML file with `defaults`, one file or a list of files relative to it, over which it is merged in order. A
-group with `_override_: true` replaces the group below it. Values may refer to others (`${policy.model_name}`) and
-compute (`${mul:2, 3}`). `Recipe.unread` lists keys that no caller has read.
+A recipe is a YAML file. Its key `defaults` names one or several files, relative to it, which are merged in order, and
+the recipe over them. A group with `_override_: true` replaces the inherited group. Values may refer to others
+(`${policy.model_name}`) and compute (`${mul:2, 3}`). `Recipe.unread` lists keys that no caller has read.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Translated:
             self.set(ours + here, read(recipe, theirs + key))
 
     def choose(self, recipe: Recipe, theirs: str, ours: str, values: dict[str, str]) -> str:
-        """Sets and returns the counterpart of a text; for a text without one, sets the first and adds a note."""
+        """Sets and returns the counterpart of a text in `values`; for a text without one, the first, with a note."""
         default, fallback = next(iter(values.items()))
         given = recipe.text(theirs, default)
         self.set(ours, values.get(given, fallback))
@@ -137,7 +137,7 @@ class Translated:
 class Recipe:
     """The values of a recipe by key, such as `policy.generation.temperature`, and which of them were read.
 
-    Methods that read a value of a type raise ValueError for another one.
+    Methods that read a value of a type raise ValueError for a value of another type.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -191,17 +191,17 @@ class Recipe:
         return value
 
     def has(self, key: str) -> bool:
-        """Whether there is a value other than null; the key stays unread."""
+        """Returns whether there is a value other than null; the key stays unread."""
         return self.peek(key) is not None
 
     def names(self, key: str) -> bool:
-        """Whether the key is there, be it with the value null; it stays unread."""
+        """Returns whether the key is there, even with the value null; the key stays unread."""
         group, _, last = key.rpartition(".")
         place = self.peek(group) if group else self._values
         return isinstance(place, dict) and last in place
 
     def unread(self) -> dict[str, Any]:
-        """Returns keys that no caller has read, without null, false and empty ones and groups with `enabled: false`."""
+        """Returns unread key -> value, except null, false and empty values and groups with `enabled: false`."""
 
         def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             if key in self._read or value is None or value is False or value in ([], {}, ""):

@@ -340,9 +340,9 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
         return {}
     float32 = {"moe_router_dtype": "fp32"} if spec.experts.score == "sigmoid" else {"moe_router_dtype": None}
     return {
-        # `Router` routes; Megatron checks these together with fields that it does not read then
+        # without moe_router_pre_softmax: `Router` routes, and Megatron would check that field against unused ones
         **{name: value for name, value in expert_settings(spec.experts, layout).items() if "router_pre" not in name},
-        # of whole layers in one product, for which the stand-in on CPUs has no kernel
+        # all experts of a layer in one product, for which the stand-in on CPUs has no kernel
         "moe_grouped_gemm": torch.cuda.is_available(),
         "moe_permute_fusion": torch.cuda.is_available(),
         "moe_router_fusion": False,
@@ -356,7 +356,7 @@ def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
 
 
 def _prepare_special_parts(model: Any, spec: ModelSpec, role: Role, router: type[Router]) -> None:
-    """Makes latent attention and experts compute as in transformers; raises ValueError if they can't."""
+    """Makes a chunk's special parts compute as in transformers, and in the groups of `role`. Raises as `prepare`."""
     if spec.latent is not None:
         prepare(model, spec.latent, role)
     if spec.delta is not None:
@@ -406,10 +406,10 @@ def _replicated(cls: Any) -> Any:
 
 
 def _prepare_delta_nets(model: Any, role: Role) -> None:
-    """Makes the norms of delta nets multiply by the stored weight, as transformers', and adds up their gradients.
+    """Makes delta nets' norms multiply by the stored weight, as transformers' do, and sum gradients over tensor ranks.
 
-    Every tensor rank norms the heads that it has, all by one weight. Megatron adds the ranks' gradients up only with
-    sequence parallelism.
+    Every tensor rank norms its own heads by the same weight. Megatron sums that weight's gradients over the ranks only
+    with sequence parallelism; without it, a hook does.
     """
     layout, group = role.layout, role.member_groups.tp
     for layer in model.decoder.layers:
@@ -461,7 +461,7 @@ def _check_attention(model: Any, provider: str) -> None:
 
 
 def _check_parameters(chunks: list[Any], spec: ModelSpec, role: Role, depth: int | None) -> None:
-    """Raises ValueError unless the weight mappings are of the parameters that were built."""
+    """Raises ValueError unless the weight mappings and the parameters that were built have the same names."""
     mappings, built = mappings_by_name(spec), named_weights(chunks)
     here = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
     local = spec.experts.count // role.layout.expert if spec.experts is not None else 0

@@ -1,9 +1,9 @@
 """Families that only Megatron-Bridge has: their architecture and weight mappings, read from Megatron-Bridge.
 
-`bridge_family(directory)` is the family of a Hugging Face model. With it in a `ModelSpec`, everything that moves
+`bridge_family(directory)` returns the family of a Hugging Face model. With it in a `ModelSpec`, everything that moves
 weights (loading at any layout, export, weight sync, conversion, `verify`'s gradients) works as with this project's own
-families, because Megatron-Bridge's mappings become `ParamMapping`s. Its own loading and export ask Megatron's global
-parallel state, which cannot describe a student and a teacher of different layouts in one process.
+families, because Megatron-Bridge's mappings become `ParamMapping`s. Megatron-Bridge's loading and export ask Megatron's
+global parallel state, which cannot describe a student and a teacher of different layouts in one process.
 
 The names and shapes of the HF tensors come from transformers, which builds the model without data. Every one of them
 must have a mapping, so a mapping that Megatron-Bridge lacks is found before anything is loaded.
@@ -69,10 +69,10 @@ class BridgeFamily(Family):
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
         """The fields that Megatron-Bridge derives from the config, corrected, as in `Family`.
 
-        None with delta nets: Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold
-        the weight itself, because the difference is not exact in bfloat16, and no field says so. None with latent
-        attention whose queries have no narrow state, either: Megatron-Bridge builds another model of it; and of Gemma
-        4, whose description it writes and does not read.
+        None for delta nets: Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold
+        the weight itself, because the difference is not exact in bfloat16, and no field says so. None for latent
+        attention whose queries have no narrow state, from which Megatron-Bridge builds another model. None for Gemma 4,
+        whose description Megatron-Bridge writes and does not read.
         """
         direct = spec.latent is not None and not spec.latent.query_rank
         other = spec.delta is not None or direct or any(heads.tied for heads in spec.layer_heads)
@@ -136,7 +136,7 @@ def _gate_is_silu(provider: Any) -> bool:
 
 
 def _special_parts(found: BridgeModel) -> dict[str, Any]:
-    """The fields of a ModelSpec of parts that most models lack."""
+    """Returns the `ModelSpec` fields of parts that most models lack, such as delta nets and experts."""
     provider, layers = found.provider, found.provider.num_layers
     parts: dict[str, Any] = {}
     if getattr(provider, "multi_latent_attention", False):

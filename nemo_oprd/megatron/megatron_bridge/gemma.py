@@ -1,8 +1,8 @@
-"""Builds Gemma 2's attention, three parts of Gemma 3, and Gemma 4 with experts otherwise than Megatron-Bridge 0.6.2.
+"""Builds Gemma 2's attention, three parts of Gemma 3, and Gemma 4 with experts, instead of Megatron-Bridge 0.6.2.
 
 In Gemma 3, Megatron-Bridge differs from transformers, or allows no second model:
 - The norms behind attention and feed-forward block get Transformer Engine's default epsilon, 1e-5, in place of the
-  config's: this is the whole of the tenfold deviation in float32 (`set_epsilon_of_post_norms`).
+  config's: this alone causes the tenfold deviation in float32 (`set_epsilon_of_post_norms`).
 - The scale of the embeddings is multiplied in float32, where transformers rounds it to the weights' type first.
 - Embedding and rotation ask Megatron's global groups, which describe one layout only.
 """
@@ -40,7 +40,7 @@ def _layer2(provider: Any) -> Any:
 
 
 def caps(provider: Any) -> dict[str, Any]:
-    """The fields of a `ModelSpec` for bounds of logits, of attention in Gemma 2 alone, and norms behind blocks."""
+    """Returns the `ModelSpec` fields for the cap of logits, Gemma 2's cap in attention, and norms behind blocks."""
     found: dict[str, Any] = {"output_cap": provider.final_logit_softcapping or None, "post_norms": True}
     if hasattr(provider, "attn_logit_softcapping"):
         found["attention_cap"] = float(provider.attn_logit_softcapping or 0)
@@ -48,12 +48,12 @@ def caps(provider: Any) -> dict[str, Any]:
 
 
 def windows(provider: Any) -> dict[str, Any]:
-    """The fields of a `ModelSpec` for the windows of Gemma 3 or 4."""
+    """Returns the `ModelSpec` fields for the windows of Gemma 3 or 4, and for their norms behind blocks."""
     return {"window": provider.window_size, "windowed": windowed_layers(provider), "post_norms": True}
 
 
 def correct3(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
-    """Sets the two rotations of a `Gemma3ModelProvider`. Raises ValueError if other layers have windows."""
+    """Sets a `Gemma3ModelProvider`'s two rotations. ValueError if Megatron-Bridge gives windows to other layers."""
     assert local is not None
     provider.rotary_base = (local.theta, rope.theta)
     provider.rope_scaling_factor = rope.get("factor") or 1.0
@@ -119,10 +119,10 @@ def _with_scaled_embedding(provider: Any, first: bool, last: bool, vp_stage: int
 
 
 def as_published(config: Any) -> Any:
-    """transformers' config of Gemma 4 as one in which layers do not differ, with the keys of a published config.json.
+    """Returns transformers' config of Gemma 4 without configs per layer, with the keys of a published config.json.
 
     Raises:
-        ValueError: a layer of a kind differs from the others of its kind.
+        ValueError: layers of a kind differ in their heads, or one of the two kinds is missing.
     """
     from transformers import PreTrainedConfig
 
@@ -158,7 +158,7 @@ def layer_heads(provider: Any) -> tuple[Heads, ...]:
 
 
 def correct4(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
-    """Sets rotations and windows of a `Gemma4ModelProvider`. Raises ValueError if other layers have windows."""
+    """Sets a `Gemma4ModelProvider`'s rotations and window. Raises ValueError as `correct3`."""
     assert local is not None
     provider.rotary_base, provider.global_rotary_percent = (local.theta, rope.theta), rope.share
     provider.window_size = complete["sliding_window"]
@@ -166,7 +166,7 @@ def correct4(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> N
 
 
 def layer_spec4(stage: int) -> Any:
-    """The `transformer_layer_spec` of a pipeline stage of Gemma 4, for which Megatron-Bridge's asks global groups."""
+    """Returns Gemma 4's `transformer_layer_spec` for a pipeline stage; Megatron-Bridge's own asks the global groups."""
     from megatron.bridge.models.gemma.modeling_gemma4 import gemma4_block_spec
 
     def made(config: Any, vp_stage: int | None = None) -> Any:
@@ -176,7 +176,7 @@ def layer_spec4(stage: int) -> Any:
 
 
 def provide4(provider: Any, role: Role, first: bool, last: bool, vp_stage: int | None) -> Any:
-    """As `provide3`, of a `Gemma4ModelProvider`."""
+    """Builds a chunk of a `Gemma4ModelProvider`; the arguments are those of `provide3`."""
     from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4RotaryEmbedding
 
     local_base, base = provider.rotary_base
@@ -223,7 +223,7 @@ def _with_rotations(cls: Any) -> Any:
 
 
 class ScaledRouter(Router):
-    """The router of Gemma 4: its input is normed and scaled, and so are the weights of each expert."""
+    """The router of Gemma 4: its input is normed and scaled, and each expert's weights are multiplied by a factor."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[S, B, D] -> logits [S, B, E]."""
@@ -234,7 +234,7 @@ class ScaledRouter(Router):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Router`, with a factor for each expert."""
+        """Routes as `Router`, and multiplies each expert's weights by the expert's factor."""
         weights, where = super().routing(logits, padding_mask)
         return weights * self.per_expert_scale, where
 
@@ -248,6 +248,6 @@ def set_epsilon_of_post_norms(model: Any) -> None:
 
 
 def windowed_layers(provider: Any) -> tuple[bool, ...]:
-    """For each layer, whether Megatron-Bridge gives it a sliding window: one of every few has none."""
+    """Returns for each layer whether Megatron-Bridge gives it a sliding window: the last of each period has none."""
     period = sum(provider.interleaved_attn_pattern)
     return tuple(number % period != 0 for number in range(1, provider.num_layers + 1))

@@ -1,7 +1,7 @@
 """Corrects Megatron-Bridge's reading of a config.json, and translates its weight mappings into this project's form.
 
 Megatron-Bridge names a layer, and within it an expert, by `*`. It has most mappings under several names: Transformer
-Engine's and Megatron's of a norm, grouped and sequential experts. Here every HF tensor has one.
+Engine's and Megatron's of a norm, grouped and sequential experts. Here every HF tensor has one mapping.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from nemo_oprd.models.rope import Rope
 if TYPE_CHECKING:
     import torch
 
-# Corrections of config values that Megatron-Bridge reads otherwise than transformers, or does not read.
+# Corrections of config values that Megatron-Bridge reads differently from transformers, or does not read.
 #
 # Each would give no error and another model. What cannot be corrected is refused; the frequencies, windows and
 # routing of the built model are compared or replaced in `build.py`.
 
 
 def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None) -> None:
-    """Changes the fields of a new provider.
+    """Corrects fields of a new provider that Megatron-Bridge does not set as the config asks.
 
     Args:
         complete: the HF config with transformers' defaults filled in.
@@ -50,8 +50,8 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
         local: the RoPE of layers with windows, if it is another one.
 
     Raises:
-        ValueError: Megatron-Bridge would give other layers windows than the config, or would let no token attend to
-            later ones, where the config does.
+        ValueError: the config bounds queries, keys and values, lets tokens attend to later ones, or gives windows to
+            other layers than Megatron-Bridge does.
     """
     # 0.6.2 reads the share where transformers 4 had it in most families, else rotates all channels
     provider.rotary_percent = rope.share
@@ -83,7 +83,7 @@ def correct(provider: Any, complete: dict, rope: Rope, local: Rope | None = None
 
 
 def _set_latent_rope(provider: Any, rope: Rope) -> None:
-    """The rotation of multi-latent attention, which is YaRN's in Megatron-Bridge also where the config has none."""
+    """Sets the RoPE of multi-latent attention, for which Megatron-Bridge takes YaRN even if the config has another."""
     provider.rope_type, provider.rotary_base = "rope", rope.theta
     if rope.kind != "yarn":
         return
@@ -97,7 +97,7 @@ def _set_latent_rope(provider: Any, rope: Rope) -> None:
 
 
 def _set_yarn(provider: Any, rope: Rope) -> None:
-    """YaRN's settings; 0.6.2 has those of the published gpt-oss in its code, and ignores the config's."""
+    """Sets YaRN's fields; Megatron-Bridge 0.6.2 takes the published gpt-oss's from its code, and ignores the config."""
     provider.yarn_rotary_scaling_factor = rope.get("factor")
     provider.yarn_original_max_position_embeddings = rope.get("original_max_position_embeddings")
     for field, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
@@ -144,7 +144,7 @@ class _Sections(Form):
         return concatenated([part.chunk(size)[rank] for part in self._parts(tensor, spec)])
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """The inverse."""
+        """The inverse of `shard`."""
         of_ranks = [self._parts(shard, spec, len(shards)) for shard in shards]
         return concatenated([part for same in zip(*of_ranks, strict=True) for part in same])
 
@@ -156,19 +156,19 @@ class Convolution(_Sections):
     """[2 * key heads * K + value heads * V, 1, W]: of queries, keys and values, in Megatron as in transformers."""
 
     def sections(self, spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-        """As `Form`."""
+        """Returns (name, rows) of queries, keys and values."""
         return _projected(_delta(spec))[:3]
 
 
 class Projections(_Sections):
-    """(queries with keys and values, gates, betas, alphas), as Qwen3.5's files have them -> all of them."""
+    """(queries with keys and values, gates, betas, alphas), as Qwen3.5's files have them -> one matrix of sections."""
 
     def sections(self, spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-        """As `Form`."""
+        """Returns (name, rows) of all six sections."""
         return _projected(_delta(spec))
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """Stacked."""
+        """Stacks the four tensors."""
         return concatenated(tensors)
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
@@ -181,7 +181,7 @@ class GroupedProjections(_Sections):
     """Qwen3-Next's two tensors: per key head its query, key, values and gates; per key head its betas and alphas."""
 
     def sections(self, spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-        """As `Form`."""
+        """Returns (name, rows) of all six sections."""
         return _projected(_delta(spec))
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
@@ -260,10 +260,10 @@ _HF_NAMES = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "o
 
 
 def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMapping, ...]:
-    """Megatron-Bridge's mappings of the tensors that the model has.
+    """Returns the mappings of `registry` for the tensors that the model has, in this project's form.
 
     Args:
-        shapes: of transformers' model.
+        shapes: of the tensors of transformers' model, by name.
 
     Raises:
         ValueError: a tensor has no mapping, or one without a counterpart here.
@@ -300,7 +300,7 @@ def translate(registry: Any, provider: Any, shapes: Shapes) -> tuple[ParamMappin
 
 
 def _forms(theirs: Any, megatron: str, provider: Any, here: frozenset[int]) -> list[tuple[Form, frozenset[int] | None]]:
-    """(A form, the layers of `here` that have it; None: all layers of the model) of one of their mappings."""
+    """Returns each form of the mapping `theirs`, with the layers of `here` that have it; None: all of the model's."""
     heads = special(provider).layer_heads(provider)
     if not heads or not megatron.endswith(".linear_qkv.weight"):
         return [(_form(theirs, megatron, provider), None if len(here) == provider.num_layers else here)]
@@ -312,7 +312,7 @@ def _forms(theirs: Any, megatron: str, provider: Any, here: frozenset[int]) -> l
 
 
 def _alternatives(theirs: Any, hf: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The HF tensors of one of their mappings in some layers, and in others: Gemma 4's keys may be the values, too."""
+    """Returns the sets of HF tensors that a mapping may have in a layer: Gemma 4's keys may be the values, too."""
     return [hf, hf[:2]] if type(theirs).__name__ == "_Gemma4QKVMapping" else [hf]
 
 
@@ -340,7 +340,7 @@ def shape_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
 
 
 def _covered(mappings: Sequence[ParamMapping], provider: Any, shapes: Shapes) -> set[str]:
-    """The names of transformers' tensors that the mappings have."""
+    """Returns the names of transformers' tensors to which the mappings refer."""
     covered = set()
     for mapping in mappings:
         for template in mapping.hf:
@@ -351,7 +351,7 @@ def _covered(mappings: Sequence[ParamMapping], provider: Any, shapes: Shapes) ->
 
 
 def _names(theirs: Any) -> tuple[str, tuple[str, ...]]:
-    """The names of one of their mappings: Megatron's, and those of HF in the order in which the tensors are joined."""
+    """Returns a mapping's names: Megatron's, and those of HF in the order in which the tensors are joined."""
     megatron = theirs.megatron_param.replace("decoder.layers.*.", _LAYER, 1)
     if megatron.startswith(_LAYER):
         rest = megatron.removeprefix(_LAYER).replace("local_experts.*.", "local_experts.{expert}.")

@@ -118,7 +118,7 @@ UNUSED_GROUPS = (
     "linear_num_", "linear_value_", "mamba_", "moe_", "mtp_", "mup_", "output_layer_init_", "pipeline_model_parallel_",
     "qk_clip_", "recompute_", "tp_comm_", "tp_only_",
 )  # fmt: skip
-# what a checkpoint's description has whatever it is, with experts, and where it is not the class's default
+# fields of a checkpoint's description: always, with experts, and (by the name's start) if not the class's default
 ALWAYS = (*MODEL, "rotary_base", "rotary_percent")
 OF_EXPERTS = ("moe_router_topk",)
 STORED = ("moe_", "linear_", "hetereogenous_dist_checkpoint")
@@ -126,7 +126,7 @@ _REFUSED_FIELDS = {name for names in REFUSED.values() for name in names}
 
 
 def is_ours(name: str) -> bool:
-    """True for a field on the split, storage, initialisation or training of a model, which the configuration sets."""
+    """True for a field that says how a model is split, stored, initialised or trained: the configuration sets these."""
     known = name in MODEL or name in _REFUSED_FIELDS
     return not known and (name in OFF or name in UNUSED or name.startswith(UNUSED_GROUPS))
 
@@ -155,10 +155,10 @@ def changed(provider: Any, cls: type) -> dict[str, Any]:
 
 
 def described(provider: Any) -> dict[str, Any]:
-    """The fields with which a checkpoint's run_config.yaml says what the model is, as plain YAML.
+    """Returns the fields with which a checkpoint's run_config.yaml says what the model is, as plain YAML.
 
-    They are those of the model and of its RoPE, and whatever else has another value than the provider's class gives it,
-    but for layout, precision, initialisation and kernels. How experts are computed is as Megatron-Bridge chooses it.
+    They are those of `ALWAYS`, and all others that differ from the default of the provider's class, except for layout,
+    precision, initialisation and kernels. How experts are computed is as Megatron-Bridge chooses it.
     """
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(provider):

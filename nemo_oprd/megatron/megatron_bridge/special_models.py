@@ -1,12 +1,12 @@
-"""The models of Megatron-Bridge 0.6.2 of which parts are described, corrected or built otherwise: two tables.
+"""The models of Megatron-Bridge 0.6.2 that are described, corrected or built in their own way: two tables.
 
-`special(provider)` gives the entry: the fields of a `ModelSpec` that only such models have, what the config decides in
-the provider, and how a chunk is built. Gemma's own parts are in `gemma.py`. `as_bridge_reads` goes by `model_type`.
+`special(provider)` returns the entry: the fields of a `ModelSpec` that only such models have, what the config decides
+in the provider, and how a chunk is built. Gemma's own parts are in `gemma.py`. `as_bridge_reads` goes by `model_type`.
 
 MiMo-V2-Flash: layers with windows have other heads than those without. Megatron-Bridge reads the keys of the published
-config.json, transformers fields of its own class, whose values for the published model are in its code.
-`_mimo_as_published` gives the first those of the second, and refuses a config.json in which the two differ:
-transformers would compute another model than the file asks for.
+config.json; transformers has keys of its own, and the published model's values in its code. `_mimo_as_published` sets
+Megatron-Bridge's keys to transformers' values, and refuses a config.json that has other ones: transformers would
+compute another model than the file asks for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _windows(provider: Any) -> dict[str, Any]:
 def _correct_windows(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
     kinds = complete.get("layer_types")
     if kinds and getattr(provider, "window_size", None) is not None:
-        # 0.6.2 says in the families' code which layers have windows
+        # 0.6.2 has the layers with windows in the families' code, not from the config
         provider.window_size = (complete["sliding_window"] - 1, 0)
         provider.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in kinds]
 
@@ -45,11 +45,11 @@ class Special:
     Attributes:
         parts: provider -> fields of the model's `ModelSpec`, without the second RoPE and `layer_heads`.
         layer_heads: provider -> the heads of each layer; empty unless they differ.
-        correct: sets fields of the provider by the config with transformers' defaults and its two RoPEs (provider,
-            config, that of all layers, that of layers with windows); raises ValueError if the two differ.
+        correct: (provider, config with transformers' defaults, its RoPE, that of layers with windows) -> None; sets
+            fields of the provider; raises ValueError if it can't be made to fit the config.
         layer_spec: pipeline stage -> `transformer_layer_spec`; None: the provider's own.
-        provide: builds a chunk (provider, role, has the embedding, has the final norm, virtual stage); None: by the
-            provider.
+        provide: (provider, role, has the embedding, has the final norm, virtual stage) -> a chunk; None: the provider
+            builds it.
         router: the class of the routers.
     """
 
@@ -67,7 +67,7 @@ def special(provider: Any) -> Special:
 
 
 def refuse_unbuilt(hf_config: dict, source: str) -> None:
-    """Raises ValueError for a config.json (at `source`) of a model of which only some members are built."""
+    """Raises ValueError for a config.json (at `source`) of a Gemma 4 without experts, which is not built."""
     if hf_config.get("model_type") == _GEMMA4 and not hf_config.get("enable_moe_block"):
         raise ValueError(
             f"{source}: a Gemma 4 without experts, which Megatron-Bridge 0.6.2 builds for one pipeline stage and "
@@ -76,13 +76,13 @@ def refuse_unbuilt(hf_config: dict, source: str) -> None:
 
 
 def as_bridge_reads(config: Any, given: dict) -> Any:
-    """transformers' config with the keys that Megatron-Bridge reads.
+    """Returns transformers' `config` with the keys that Megatron-Bridge reads.
 
     Args:
         given: the content of config.json.
 
     Raises:
-        ValueError: config.json has what one of the two cannot compute.
+        ValueError: config.json asks for what transformers or Megatron-Bridge cannot compute.
     """
     change = _PUBLISHED.get(config.model_type)
     return config if change is None else change(config, given)
@@ -119,7 +119,7 @@ def _mimo_as_published(config: Any, given: dict) -> Any:
 
 
 def _mimo_layer_spec(stage: int) -> Any:
-    """The `transformer_layer_spec` of a pipeline stage, for which Megatron-Bridge's asks Megatron's global groups."""
+    """Returns MiMo's `transformer_layer_spec` for a pipeline stage; Megatron-Bridge's own asks the global groups."""
     from megatron.bridge.models.mimo_v2_flash import modeling_mimo_v2_flash as theirs
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

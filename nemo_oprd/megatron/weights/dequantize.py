@@ -1,9 +1,9 @@
-"""The numbers that quantised tensors of a model's files stand for, as bfloat16 tensors.
+"""Dequantises tensors of a model's files: computes the numbers that they stand for, as bfloat16 tensors.
 
-Nothing larger than a matrix is computed in float32 at a time: an expert's, or some rows of another one.
+At most one matrix (an expert's, or a layer's) is computed in float32 at a time; of fp8 in blocks, one row of blocks.
 
 Shapes: E experts, O rows of a stored matrix, I columns, G groups of 32 (mxfp4), 16 (nvfp4) or any number
-(int4) of them.
+(int4) of columns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
 def dequantize_mxfp4(blocks_OG16: torch.Tensor, scales_OG: torch.Tensor) -> torch.Tensor:
     """uint8 [O, G, 16] and uint8 [O, G] -> bfloat16 [O, 32 G]; a byte's lower half is the first of its two numbers.
 
-    A number is that of its four bits times 2^(scale - 127), exactly; above bfloat16's range it is infinite.
+    A result is the value of its four bits times 2^(scale - 127), exactly; above bfloat16's range it is infinite.
     """
     pairs = torch.tensor([(_NIBBLES[byte & 15], _NIBBLES[byte >> 4]) for byte in range(256)])
     factors = torch.tensor([2.0 ** (scale - _BIAS) for scale in range(_NO_NUMBER)])
@@ -116,7 +116,7 @@ class QuantizedSlice:
     """A quantised tensor in the place of a slice of safetensors: its shape, and its numbers when they are asked for."""
 
     def __init__(self, where: str, values: Any, scales: Sequence[Any], quantization: Quantization) -> None:
-        """A tensor of slices of its numbers and its scales; messages begin with `where`.
+        """Takes slices of a tensor's numbers and of its scales; messages begin with `where`.
 
         Raises:
             ValueError: they are not of the format, or do not fit each other.
@@ -169,10 +169,10 @@ class QuantizedSlice:
         return "BF16"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """bfloat16: all of it for `...`, one expert, or a part of one: (expert, more indices).
+        """Returns bfloat16 values: all for `...`, one expert, or (expert, more indices) for a part of one.
 
         Raises:
-            ValueError: a scale is no number.
+            ValueError: a scale of mxfp4 is NaN (255). Scales of other formats are not checked: NaN gives NaN.
         """
         first, *more = index if isinstance(index, tuple) else (index,)
         shape = self.get_shape()

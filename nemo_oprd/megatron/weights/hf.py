@@ -84,7 +84,7 @@ class HFCheckpoint:
         return sorted(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading the data. Raises ValueError if its numbers stand for others."""
+        """Returns a tensor's shape without reading its data; ValueError if it is missing or can't be dequantised."""
         stored, expert, half = self._stored(name)
         shape = tuple(self._numbers(stored).get_shape())
         if expert is None or (half is not None and len(shape) != 3):
@@ -92,7 +92,7 @@ class HFCheckpoint:
         return shape[1:] if half is None else (shape[1] // 2, shape[2])
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor of `keys`, whatever its numbers stand for; a server may compute what is not read here."""
+        """Returns the shape of a tensor of `keys`, even if its scales are missing: vLLM may serve such a model."""
         return tuple(self._slice(name).get_shape())
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -136,7 +136,7 @@ class HFCheckpoint:
         return found
 
     def _numbers(self, name: str) -> Any:
-        """As `_slice`. Raises ValueError if the numbers lack the scales of a quantised tensor."""
+        """Returns what `_slice` does. Raises ValueError if the tensor is quantised and has no scales."""
         found = self._slice(name)
         if found.get_dtype() not in PLAIN_DTYPES:
             raise ValueError(
@@ -159,22 +159,22 @@ class HFCheckpoint:
 
 
 class _TransposedSlice:
-    """A slice of [E, columns, rows] in the place of one of [E, rows, columns]."""
+    """Presents a stored slice [E, columns, rows] as a slice [E, rows, columns]."""
 
     def __init__(self, stored: Any) -> None:
         self._stored = stored
 
     def get_shape(self) -> list[int]:
-        """As that of safetensors."""
+        """[E, rows, columns]."""
         experts, columns, rows = self._stored.get_shape()
         return [experts, rows, columns]
 
     def get_dtype(self) -> str:
-        """As that of safetensors."""
+        """The dtype's name in safetensors, such as "BF16"."""
         return self._stored.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """All of it for `...`, one expert, or (expert, rows) of one."""
+        """Returns all of it for `...`, one expert, or some of an expert's rows for (expert, rows)."""
         if isinstance(index, tuple):
             expert, rows = index
             return self._stored[expert, :, rows].T.contiguous()
@@ -182,10 +182,10 @@ class _TransposedSlice:
 
 
 def _joined_experts(names: Iterable[str], source: Path) -> dict[str, list[list[str]]]:
-    """The name of a tensor of all experts -> for each expert, the names of the matrices that it has of them.
+    """Returns the name of a tensor of all experts -> for each expert, the names of its matrices in that tensor.
 
     Raises:
-        ValueError: a matrix of an expert is missing. `source`: the beginning of the message.
+        ValueError: a matrix of an expert is missing; the message begins with `source`.
     """
     found: dict[str, dict[int, list[str]]] = {}
     for name in sorted(names):  # a gate before what it multiplies
@@ -204,22 +204,22 @@ def _joined_experts(names: Iterable[str], source: Path) -> dict[str, list[list[s
 
 
 class _JoinedSlice:
-    """A slice of [E, rows, columns] of which every expert has one matrix, or two, whose rows follow each other."""
+    """Presents matrices of single experts, one or two (gate above up) for each, as a slice [E, rows, columns]."""
 
     def __init__(self, experts: list[list[Any]]) -> None:
         self._experts = experts
 
     def get_shape(self) -> list[int]:
-        """As that of safetensors."""
+        """[E, rows, columns]."""
         shapes = [part.get_shape() for part in self._experts[0]]
         return [len(self._experts), sum(rows for rows, _ in shapes), shapes[0][1]]
 
     def get_dtype(self) -> str:
-        """As that of safetensors."""
+        """The dtype's name in safetensors, such as "BF16"."""
         return self._experts[0][0].get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """All of it for `...`, one expert, or (expert, rows) of one."""
+        """Returns all of it for `...`, one expert, or some of an expert's rows for (expert, rows)."""
         if index is Ellipsis:
             return torch.stack([self[expert] for expert in range(len(self._experts))])
         expert, *rows = index if isinstance(index, tuple) else (index,)
@@ -227,10 +227,10 @@ class _JoinedSlice:
 
 
 def transformers_model(path: str | Path, dtype: torch.dtype, **options: Any) -> Any:
-    """transformers' causal language model in a directory, of the weights that are trained.
+    """Returns transformers' causal language model of a directory, with the weights that this project trains.
 
-    Those of quantised files are the bfloat16 numbers that they stand for, to which transformers would not round; those
-    of a model under another name, or inside a larger one, have the names that this project gives them.
+    Weights of quantised files are the bfloat16 numbers that they stand for, to which transformers would not round. A
+    model that transformers knows under another name gets the tensors' names in `HFCheckpoint`.
 
     Args:
         options: further arguments of `from_pretrained`.
@@ -350,7 +350,7 @@ def gather_hf(
 
     Args:
         value: the tensor to gather for a parameter; None, which all ranks must return alike, leaves the parameter out.
-            It also gets the routers' biases, which are no parameters.
+            It also gets buffers: routers' biases and scales of layers.
     """
     yield from stack_parts(_gather_parts(chunks, spec, role, value))
 
@@ -361,7 +361,7 @@ def _gather_parts(
     role: Role,
     value: Callable[[torch.nn.Parameter], torch.Tensor | None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `gather_hf`, with the names of the mappings."""
+    """Yields what `gather_hf` does, but the parts of stacked tensors (`stacked_part`) one by one."""
     assert role.coords is not None
     mine, described = named_weights(chunks), {}
     if role.layout.pipeline > 1:
@@ -471,7 +471,7 @@ def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) ->
 def _broadcast_described(
     tensor: torch.Tensor | None, described: Described, stage: int, role: Role
 ) -> torch.Tensor | None:
-    """As `broadcast_from_stage`, for a tensor whose shape and dtype all stages know."""
+    """Does what `broadcast_from_stage` does, for a tensor whose shape and dtype all stages know."""
     assert role.coords is not None
     if described is None:
         return None
@@ -486,7 +486,7 @@ def _broadcast_described(
     return tensor
 
 
-# The LM head of a model that vLLM servers compute, from its files: families call it by different names.
+# The LM head of a teacher that vLLM serves, from its files: families call it by different names.
 
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -518,10 +518,10 @@ class ServedHead:
         return finite(self._checkpoint.__getitem__, self._checkpoint.path)(name)
 
     def find(self) -> str:
-        """The name of the head in the files. A tied one is the only matrix of ids, or the one that is no head.
+        """Returns the name of the head in the files; if it is tied or has no head's name, of the only other [V, D].
 
         Raises:
-            ValueError: which tensor it is can't be told.
+            ValueError: no tensor, or more than one, may be the head.
         """
         checkpoint, spec = self._checkpoint, self._spec
         shape = (spec.vocab_size, spec.hidden_size)

@@ -40,10 +40,10 @@ class Parameter:
     """The place of one weight mapping's joined tensor in a torch_dist checkpoint.
 
     Attributes:
-        key: name in the checkpoint, without a prefix, and without that of a section.
-        shape: without vocabulary padding, and without the leading dimensions that the stored array has more.
+        key: name in the checkpoint, without a prefix and without a section's ending.
+        shape: without vocabulary padding, and without the leading dimensions of the stored array (layers, experts).
         index, counts: place in these leading dimensions (the layer, the expert), and their sizes.
-        sections: (ending of the key, rows) of the parts that are stored one by one; a single one without an ending.
+        sections: (ending of the key, rows) of the parts that are stored separately; empty if there is one, at `key`.
     """
 
     mapping: ParamMapping
@@ -55,14 +55,14 @@ class Parameter:
 
     @property
     def stored(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(Key, shape as of `shape`) of each stored tensor, which one below the other are the joined tensor."""
+        """Returns (key, shape like `shape`) of each stored tensor; stacked along rows, they are the joined tensor."""
         if not self.sections:
             return [(self.key, self.shape)]
         return [(f"{self.key}.{name}", (rows, *self.shape[1:])) for name, rows in self.sections]
 
 
 def stacks_layers(spec: ModelSpec) -> bool:
-    """True if Megatron stores all layers of a kind in one array: not if layers are of different kinds."""
+    """True if Megatron stores a parameter of all layers in one array, which needs layers of one kind."""
     return spec.delta is None and not spec.layer_heads and (spec.experts is None or all(spec.experts.sparse))
 
 
@@ -97,7 +97,7 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
     """All parameters of a model, in the order of its weight mappings.
 
     Args:
-        stacked: whether all layers of a kind are in one array; None: as this project writes them (`stacks_layers`).
+        stacked: whether one array has a parameter of all layers; None: as this project writes them (`stacks_layers`).
     """
     stacked = stacks_layers(spec) if stacked is None else stacked
     sizes = _shapes(spec)
@@ -143,12 +143,12 @@ class MegatronCheckpoint:
     parameter that was read, since q, k and v are one parameter.
 
     Args:
-        path: the checkpoint, or a directory of checkpoints, of which the one in its tracker file is read.
+        path: the checkpoint, or a directory of checkpoints, as for `checkpoint_directory`.
         hf_path: a directory with the model's config.json; None: `hf_directory` finds it.
         family: as for `read_model_spec`.
 
     Raises:
-        ValueError: not a torch_dist checkpoint, without a config.json, or of another model than that describes.
+        ValueError: there is no torch_dist checkpoint, it has no config.json, or config.json is of another model.
     """
 
     def __init__(self, path: str | Path, hf_path: str | Path | None = None, family: Family | None = None) -> None:
@@ -158,7 +158,7 @@ class MegatronCheckpoint:
         self.spec = read_model_spec(self.hf_directory, family)
         entries = self._metadata.state_dict_metadata.items()
         self._tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        # Megatron stores each layer by itself also where layers are alike, if `moe_layer_freq` is a list
+        # Megatron stores each layer by itself even where layers are alike, if `moe_layer_freq` is a list
         parameters = checkpoint_parameters(self.spec, stacked=not any(map(_OF_ONE_LAYER.fullmatch, self._tensors)))
         self._parameter_of = {name: parameter for parameter in parameters for name in parameter.mapping.hf}
         # one array may hold the parameters of many layers and experts
@@ -235,7 +235,7 @@ class MegatronCheckpoint:
 
 
 def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
-    """Names of tensors that no weight mapping uses and whose content is redundant.
+    """Returns the names of tensors that no weight mapping uses, all of which may be left out.
 
     These are a second copy of tied embeddings, tables of rotary frequencies that old programs saved, the layers for
     multi-token prediction of DeepSeek-V3, GLM 4.5, Qwen3.5 and MiMo, and the towers of pictures, which transformers

@@ -78,7 +78,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(file: Path) -> Metadata:
-    """The index of a torch_dist checkpoint.
+    """Reads the index of a torch_dist checkpoint.
 
     Raises:
         ValueError: the file is missing or damaged, or holds anything but an index.
@@ -103,7 +103,7 @@ def _read_metadata(self: FileSystemReader, *_: Any, **kwargs: Any) -> Metadata:
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    """Runs torch's own method with `weights_only=True`."""
+    """Does the work of torch's own method, with `weights_only=True`."""
     loaded, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
@@ -112,7 +112,7 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
 
 
 def install() -> None:
-    """Makes this process read every checkpoint in this way from now on."""
+    """Replaces torch's readers of indices and objects in this process, so that no checkpoint can run code."""
     FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]
     DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]
 

@@ -2,9 +2,9 @@
 
 vLLM answers a request with some 150 bytes of JSON per token. A trainer's rank that parsed them would compute nothing
 meanwhile, so the server packs them. `PackedAnswers` is ASGI middleware that a server loads by
-`--middleware nemo_oprd_answers.PackedAnswers`. A request to PACKED is one to vLLM's GENERATE with the same body, whose
-answer `pack` packs; all other calls pass. The trainer and the server both import this module, so it needs the standard
-library and, in the environment of vLLM, pydantic.
+`--middleware nemo_oprd_answers.PackedAnswers`. It sends a request to PACKED on to vLLM's GENERATE, with the same body,
+and packs the answer by `pack`; all other calls pass. The trainer and the server both import this module, so it needs
+the standard library and, in the environment of vLLM, pydantic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 @cache
 def _answers() -> Any:
-    """Returns the parser of what is needed of an answer: compiled code, in a quarter of the time of `json.loads`."""
+    """Returns a parser of the needed parts of an answer: compiled code, which takes a quarter of `json.loads`' time."""
     from pydantic import TypeAdapter
     from typing_extensions import TypedDict
 

@@ -1,8 +1,8 @@
 """The files that a server opens for a trainer: those in a folder of the run, and no others on this machine.
 
-The run names the folder when it starts the server (FOLDER in the environment). A server of `nemo-oprd serve` serves one
-run after the other and has no such variable: it accepts any folder of this user directly in shared memory with the name
-of a run's folder. The module needs the standard library alone.
+The run names the folder when it starts the server (FOLDER in the environment). A student's server of `nemo-oprd serve`
+serves one run after the other and has no such variable: it accepts any folder of this user directly in shared memory
+whose name is that of a run's folder. The module needs the standard library alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One member of the process group over which weights are broadcast: the trainer's first rank, or a worker of a server.
 
-A collective waits for all members, and NCCL does not tell a member that another one is gone. So no member waits in a
-collective alone: it also reads a key of the group's store, under which the member that ends the transfer writes the
-reason, and gives up after a deadline. The trainer and vLLM's workers both import this module, so it needs torch alone.
-Over NCCL it was not yet run.
+A collective waits for all members, and NCCL does not tell a member that another one is gone. So while a member waits in
+a collective, it also reads a key of the group's store, under which the member that ends the transfer writes the reason,
+and gives up after a deadline. The trainer and vLLM's workers both import this module, so it needs torch alone. The
+group was not yet run over NCCL.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def address_towards(host: str) -> str:
 
 
 def gloo_options(host: str, timeout: datetime.timedelta) -> Any:
-    """Makes the options of a gloo group with its store at `host`: listen at the one address that reaches the store."""
+    """Makes options of a gloo group with its store at `host`: a member listens at its address towards `host` alone."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
     options._timeout = timeout

@@ -92,7 +92,7 @@ class Door:
             await send({"type": "http.response.body", "body": text.encode()})
 
     def _answer(self, scope: dict[str, Any]) -> tuple[int, str] | None:
-        """Returns (status, text) of the refusal of a request; None if the request may pass."""
+        """Returns (status, text) of the middleware's own answer, often a refusal; None if the request may pass."""
         path, reads = scope["path"], scope.get("method") in ("GET", "HEAD")
         headers = {name.lower(): value for name, value in scope["headers"]}
         if path == "/health" and reads:

@@ -5,7 +5,7 @@ things: packed copies of tied heads and of experts on a CPU, and parameters into
 gpt-oss does with its experts and the learned terms of its softmax. While such a parameter is reloaded it is on the meta
 device, so the copy is lost without an error, and the layer keeps its old weights.
 
-Like the module that uses it, this one runs in vLLM's environment without anything of nemo_oprd's own.
+Like the module that uses it, this one runs in vLLM's environment; it imports nothing of nemo_oprd.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 
 def _count_copies(module: torch.nn.Module, name: str, parameter: Any) -> None:
-    """Makes `parameter.copy_` call its `weight_loader`, which then only copies."""
+    """Makes `parameter.copy_` call vLLM's loader, which counts the tensor and copies it by `_copy`."""
     parameter.weight_loader = _copy
     loader = make_online_process_loader(module, name)
     parameter.weight_loader = loader
@@ -56,7 +56,7 @@ def _copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
 
 
 def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Loads some tensors; all of a model's must come between `begin_reload` and `finish_reload`."""
+    """Loads some tensors; all tensors of the model must come between `begin_reload` and `finish_reload`."""
     if type(model).__name__ in _COPYING_MODELS:
         tensors = _without_copies_of_data(model, tensors)
     model.load_weights(tensors)
@@ -65,7 +65,7 @@ def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 def _without_copies_of_data(
     model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Loads tensors that the model would copy by `.data`, this rank's part of the first dimension; yields others."""
+    """Loads this rank's part, in dimension 0, of tensors that the model would copy by `.data`; yields the others."""
     parameters: dict[str, Any] = dict(model.named_parameters())
     mapper: Any = model.hf_to_vllm_mapper
     for name, tensor in tensors:
@@ -103,7 +103,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def give_up_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Ends a reload that lacks tensors; the model is unusable before another one."""
+    """Ends a reload that lacks tensors; the model is unusable until another reload."""
     finalize_layerwise_reload(model, model_config)
 
 
@@ -115,7 +115,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:
-    """Packs CPU matrices again that kept their weight: vLLM's reload leaves the packed copy of a tied head stale."""
+    """Packs CPU matrices with an unpacked weight again: vLLM's reload leaves a tied head's packed copy stale."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         method: Any = getattr(module, "quant_method", None)

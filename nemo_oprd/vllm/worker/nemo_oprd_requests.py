@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 # the key of an `Ask` in `extra_args`
 ASK = "nemo_oprd_ask"
-# variable in a server's environment: how often it was started
+# variable in a server's environment: the number of its start, a random one for servers that several runs share
 GENERATION = "NEMO_OPRD_GENERATION"
 NAME = re.compile(r"[0-9a-f]{32}")
 # calls of a server that several runs share: STATES/NAME?bytes=N, a request with an ask, whose HTTP answer is the
@@ -47,7 +47,7 @@ class Ask:
 
     Attributes:
         name: of the file with the answer, 32 hexadecimal digits.
-        layers: ascending; 1..L is the residual stream after so many blocks, L + 1 the state after the final norm.
+        layers: ascending; 1..L is the residual stream after that many blocks, L + 1 the state after the final norm.
         rows: positions in the sequence, ascending, whose states of all `layers` to return.
         final_rows: positions, ascending, whose states after the final norm to return for an output loss.
         tokens: one id per final row; the answer then has its log-probability and the entropy in place of the state.
@@ -56,7 +56,7 @@ class Ask:
         chunk: rows whose logits are in memory at a time.
         bridge: digest of the maps that project the states (`nemo_oprd_bridge.py`), empty without a projection. Then
             `layers` are those of the maps, one by one, in their order.
-        rank: numbers per row that the maps leave, 0 without a projection.
+        rank: values per row of a projection, 0 without one.
     """
 
     name: str
@@ -217,10 +217,10 @@ class AnswerFolder:
             return read_answer(stream, os.fstat(file).st_size, f"{self._path}/{name}")
 
     def clear(self, older_s: float = 0.0) -> None:
-        """Removes all answers, also unfinished ones of a dead server.
+        """Removes all answers, including unfinished ones of a dead server.
 
         Args:
-            older_s: the least age in seconds, since the begin of the answer.
+            older_s: the least age of an answer to remove, in seconds since its last change.
         """
         for name in os.listdir(self._folder):
             if NAME.fullmatch(name.removesuffix(_PARTIAL)):
@@ -255,7 +255,7 @@ def read_answer(stream: BinaryIO, size: int, where: str) -> tuple[dict[str, Any]
 
 
 def weights_digest(directory: str) -> str:
-    """Computes a digest of a model's config.json and weight files: names, sizes, a part of every stretch of each."""
+    """Computes a digest of a model's config.json and weight files: names, sizes, the first bytes of each stretch."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("config.json")]):
         with file.open("rb") as stream:

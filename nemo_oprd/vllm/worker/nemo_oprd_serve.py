@@ -3,9 +3,9 @@
 `python nemo_oprd_serve.py ARGUMENTS` is `python -m vllm.entrypoints.openai.api_server ARGUMENTS`. Every process of the
 server runs the lines below: those that multiprocessing spawns import this file as their main module, and those that it
 forks inherit the hook. A thread then ends the process group once the guard (`guard.py`), whose process id is in
-NEMO_OPRD_GUARD, is gone: a killed guard cannot do it. Before that it removes their shared memory: files whose names
-begin with NEMO_OPRD_SHARED_NAMES, and files that a process of the group has mapped, because vLLM's own code uses other
-names, such as those of the shared memory of tensor-parallel workers on CPUs.
+NEMO_OPRD_GUARD, is gone: a killed guard cannot do it. Before that it removes the group's shared memory: files whose
+names begin with NEMO_OPRD_SHARED_NAMES, and files that a process of the group has mapped, because vLLM's own code uses
+other names, such as those of the shared memory of tensor-parallel workers on CPUs.
 """
 
 import os

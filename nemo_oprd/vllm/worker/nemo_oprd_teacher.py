@@ -1,11 +1,10 @@
 """The teacher's part of vLLM's workers: keeps the requested rows of the requested layers of a request's prompt.
 
-This module is imported in vLLM's environment, as `nemo_oprd_worker.py`. A request with an `Ask`
-(`nemo_oprd_requests.py`) in its `extra_args` is computed as any other; forward hooks on the decoder layers copy its
-rows, over as many chunks as the scheduler makes of the prompt, and the first tensor rank writes the answer before the
-request ends. An error in a hook becomes the answer of its job: an exception there would end the engine. One exception
-has to end it: a tensor rank that fails to compute its part of the logits would leave the others waiting, or give them
-the numbers of another call.
+vLLM imports this module in its own environment, like `nemo_oprd_worker.py`. vLLM computes a request with an `Ask`
+(`nemo_oprd_requests.py`) in its `extra_args` like any other; forward hooks on the decoder layers copy its rows from
+every chunk of the prompt, and the first tensor rank writes the answer before the request ends. An error in a hook
+becomes the answer of its job, because an exception would end the engine. Only one error ends it: a tensor rank that
+fails to compute its part of the logits would leave the others waiting, or give them numbers of another call.
 
 **What is the residual stream?** A layer returns it, or a pair. In most families the stream is the sum of the pair
 (hidden states and a residual that is not yet added), in some its first part. No table of families is needed: the stream
@@ -93,7 +92,7 @@ class _Job:
 
     @contextmanager
     def answers_errors(self) -> Iterator[None]:
-        """Turns an error inside this context into the answer."""
+        """Turns an error inside this context into the answer; raises _OutOfStep again."""
         try:
             yield
         except _OutOfStep:
@@ -102,7 +101,7 @@ class _Job:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Makes the error the answer, unless there was one before."""
+        """Logs the error and makes it the answer of the job, unless an earlier error is."""
         if self.error is None:
             logger.error("a teacher's hook failed", exc_info=error)
             self.error = f"{type(error).__name__}: {error}"
@@ -185,7 +184,7 @@ def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass
 class _Reading:
-    """The reading of the model: its final norm, and whether the stream is the sum of a layer's outputs."""
+    """The rule that reads the stream: the final norm, and whether the stream is the sum of a layer's outputs."""
 
     norms: list[torch.nn.Module]
     tolerance: float
@@ -284,7 +283,7 @@ class _Capture:
         return hook
 
     def _plan(self) -> list[_Span]:
-        """Returns the jobs of this forward pass, looked up once."""
+        """Returns the spans of this forward pass; looks its jobs up once, and drops those of aborted requests."""
         if self.spans is None:
             self.spans, batch, start = [], self.runner.input_batch, 0
             for key in set(self.jobs) - set(self.runner.requests):  # aborted by the trainer
@@ -300,7 +299,7 @@ class _Capture:
         return self.spans
 
     def _job(self, key: str) -> _Job | None:
-        """Returns the job of a request; None for a request without an ask, or with its answer."""
+        """Returns the job of a request, new if necessary; None without a valid ask, or if it is answered."""
         request = self.runner.requests[key]
         text = (getattr(request.sampling_params, "extra_args", None) or {}).get(ASK)
         if text is None or key in self.over:
@@ -356,7 +355,7 @@ class _Capture:
             self.last = [_picked(output, span.wanted, summed=self.reading.summed) for span in spans]
 
     def _end(self, output: Any) -> None:
-        """Compares the last layer's stream with the final states, and copies these."""
+        """Learns the reading, or checks it on the last layer's stream and the final states; copies the final rows."""
         spans, final = self._plan(), _first(output)
         was_read = self.reading.norm is not None
         if not was_read:
@@ -383,7 +382,7 @@ class _Capture:
                 self._hand_over(job)
 
     def _put_final(self, span: _Span, final: torch.Tensor) -> None:
-        """Stores the rows of the output loss; all tensor ranks compute the logits together, also for a failed job."""
+        """Stores the rows of the output loss; all tensor ranks compute the logits together, even for a failed job."""
         job = span.job
         inside, tokens = span.inside(job.final_rows)
         states = final.index_select(0, tokens.to(final.device))
@@ -400,7 +399,7 @@ class _Capture:
         job.final_filled[inside] = True
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor | None:
-        """Computes logits by the model's head, with scale, bias and softcap; None on tensor ranks without them."""
+        """Computes logits with scale, bias, softcap; None on ranks without them. _OutOfStep if one of several fails."""
         try:
             return self.model.compute_logits(states)
         except Exception as error:

@@ -1,11 +1,11 @@
 """Middleware of a teacher's server that several runs share: checks tokens and calls, and answers requests with states.
 
-`TeacherDoor` is ASGI middleware as `Door`, without a lease: what the server computes depends on its weights and on the
+`TeacherDoor` is ASGI middleware like `Door`, without a lease: what the server computes depends on its weights and the
 request alone, so that runs can't disturb each other. Therefore it refuses calls that would change the server, and all
 collective calls but those that describe the model and install the capture.
 
 The body of a request to `STATES/NAME?bytes=N` is that of vLLM's `GENERATE`, with an ask for an answer of that name. Its
-HTTP answer is the file that the worker has written, byte by byte, so a run needs no folder in common with the server. A
+HTTP answer is the file that the worker wrote, byte for byte, so a run needs no folder in common with the server. A
 request waits here while the answers under way would exceed their share of shared memory. The module needs the standard
 library alone.
 """
@@ -66,7 +66,7 @@ class TeacherDoor(Door):
             await self._app(scope, receive, send)
 
     async def _collective(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Passes a call of every worker on; its method has to be one of METHODS."""
+        """Passes on a collective call of the workers if its method is one of METHODS; refuses others."""
         content = await _body(receive)
         try:
             asked = json.loads(content)

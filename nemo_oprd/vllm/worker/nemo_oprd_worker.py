@@ -1,6 +1,6 @@
 """The rollout's part of vLLM's workers: receives weights, reports the received tensors, and masks unknown ids.
 
-vLLM imports this module in its own environment, where its folder is on PYTHONPATH; it needs no package of nemo_oprd's.
+vLLM imports this module in its own environment, which has nothing of nemo_oprd but this folder, on PYTHONPATH.
 vLLM finds it by `--worker-extension-cls`, `--logits-processors` and the name of the weight-transfer backend.
 
 Weights arrive in buckets (`nemo_oprd_buckets.py`) by one of three transports: `file`, a file in shared memory; `group`,
@@ -51,7 +51,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket in a file or in GPU memory; without either, all buckets come from the group until an empty one.
+    """One bucket in a file or in GPU memory; without either, the workers receive all buckets from the process group.
 
     `handles` maps the UUID of a GPU to the handle of the trainer's memory there, see `memory_handle` in transport.py.
     """
@@ -115,8 +115,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def give_up(self) -> None:
         """Ends an update that has begun and was never finished.
 
-        Until then, layers that lack all tensors of the update have no weights, and a request would end the engine;
-        layers that have some of them would count them to the next update.
+        Otherwise layers that got no tensor would have no weights, so that a request would end the engine, and layers
+        that got some would count these towards the next update.
         """
         if self.unfinished:
             give_up_reload(self.model, self.model_config)
@@ -129,7 +129,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.receive_weights(info)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """See `UpdateInfo`."""
+        """Loads one bucket from a file or from GPU memory, or all buckets of the group; see `UpdateInfo`."""
         if update_info.path:
             self._load(Bucket.of(update_info.entries, map_bucket(update_info.path, update_info.bytes)))
         elif update_info.handles:
@@ -162,7 +162,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def map_bucket(path: str, size: int) -> torch.Tensor:
-    """Maps a file in the run's folder; returns its bytes, uint8 [size]. ValueError if it is another file."""
+    """Maps a file in the run's folder; returns its bytes, uint8 [size]. ValueError as `open_bucket`."""
     file = open_bucket(path, size)
     try:
         return torch.from_file(f"/proc/self/fd/{file}", size=size, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker; the trainer calls them by `/collective_rpc`."""
 
     def nemo_oprd_received(self) -> dict[str, Any]:
-        """Returns digest and number of the tensors since `start_weight_update`, and the modules that took none."""
+        """Returns digest and number of the tensors since `start_weight_update`, and names of modules that got none."""
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
         stale = not_loaded(engine.model)
         return {"digest": engine.digest.value(), "tensors": len(engine.digest.tensors), "stale": stale}
@@ -186,7 +186,7 @@ class WorkerExtension:
     def nemo_oprd_give_up(self) -> None:
         """Ends an update that a trainer has begun and never finished, so that the next one can begin."""
         worker: Any = self
-        worker.weight_transfer_engine.give_up()  # also after an error, after which vLLM takes the update for over
+        worker.weight_transfer_engine.give_up()  # even after an error, when vLLM considers the update over
         if worker._weight_update_active:
             worker._weight_update_active = False
             worker.weight_transfer_engine.reset_weight_update_target()
@@ -214,8 +214,8 @@ class WorkerExtension:
 def experts_of(config: Any) -> list[Any] | None:
     """Returns the number of experts, experts per token, an expert's feed-forward size, whether weights are normalised.
 
-    None for a model without experts; normalised: divided by their sum. Mixtral's config lacks two of the four, or has
-    other names for them.
+    None for a model without experts; normalised: divided by their sum. Mixtral's config has other names for the first
+    and the third, and lacks the last.
     """
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if not count:
