@@ -33,7 +33,7 @@ Route = Literal["own", "bridge", "served", "refused"]
 
 @dataclass(frozen=True)
 class Answer:
-    """How a model in a directory can be used; a line of the table, and an object in the file of `--json`.
+    """The answer for the model in a directory; a row of the table, and an object in the file of `--json`.
 
     Attributes:
         family: `model_type`; None if there is no readable config.json.
@@ -42,7 +42,7 @@ class Answer:
         parameters: of the whole model; None if its sizes are not known here.
         weights: the format of its files, such as bfloat16 or fp8.
         layers, kv_heads: decoder layers, and key/value heads of a layer; None if not known.
-        why: the reason of a refusal, or a note.
+        why: the reason for a refusal, or a note.
     """
 
     directory: str
@@ -56,7 +56,7 @@ class Answer:
 
 
 def answer(directory: str) -> Answer:
-    """Reads config.json of the model in a directory, and no weights."""
+    """Returns how the model in a directory can be used; reads its config.json, but no weights."""
     try:
         hf_config = read_hf_config(directory)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _served(directory: str, hf_config: dict, why: str) -> Answer:
 
 
 def weights_in_words(hf_config: dict) -> str:
-    """Returns the format of a model's files, of a quantised one that of its method, whether it can be read or not."""
+    """Returns the dtype of a model's weights or, for a quantised model, its format, even if it can't be read here."""
     found, settings = known_quantization(hf_config), hf_config.get(KEY)
     if found is not None:
         return found.label

@@ -1,4 +1,4 @@
-"""`doctor`: says in one line each what makes distillation fail silently, before the run (docs/doctor.md)."""
+"""`doctor`: checks before a run for what makes distillation fail silently, one line each (docs/doctor.md)."""
 
 from __future__ import annotations
 

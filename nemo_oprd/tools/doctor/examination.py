@@ -77,13 +77,13 @@ def teacher_reads(config: Config, number: int = 0) -> Reads:
 
 
 def static_findings(run: Config, files: RunFiles) -> Iterator[Finding]:
-    """The findings in the order of the report; those of one of several teachers name it.
+    """Yields the findings that need no forward pass, in report order; with several teachers, they name their teacher.
 
     Args:
         run: the configuration of the run, whose settings are judged.
 
     Raises:
-        ValueError: a file that every check needs is missing or malformed.
+        ValueError: a file that every check needs is missing or malformed, or `train` would refuse the prompts.
     """
     prompts, student = training_prompts(run), files.student
     yield from settings(run, student.spec.num_layers, student.spec.hidden_size)
@@ -136,7 +136,7 @@ def _of_teacher(run: Config, files: RunFiles, number: int, taught: list[Prompt])
 
 
 def _as_taught(run: Config, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts in the conversation of the teacher; none if one cannot be rendered, which `train` refuses."""
+    """Returns the prompts with the teacher's messages; [] if one cannot be rendered, which `train` refuses."""
     try:
         return [replace(prompt, messages=prompt.teacher_messages(run.teacher.prompt)) for prompt in prompts]
     except ValueError:
@@ -153,7 +153,7 @@ def _layer_map(run: Config, files: RunFiles, number: int) -> LayerMap | None:
 
 
 def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, list[str]]:
-    """Prompts as the models read them, by where they come from: at most `RENDERED_PROMPTS` each, evenly spaced.
+    """Returns source -> rendered prompts: `some` of training, and at most `RENDERED_PROMPTS` of each validation set.
 
     Empty if a prompt cannot be rendered; `train` names it.
     """
@@ -202,9 +202,9 @@ def doctor(run: Config, spec: RunSpec, settings: Settings, json_file: Path | Non
 
 
 class Examination:
-    """The checks of one configuration in their order, with what they hand on to each other.
+    """Runs the checks of one configuration in order, and keeps what later checks need from earlier ones.
 
-    Every rank of the world makes one and calls its methods alike.
+    Every rank creates an `Examination` and calls the same methods in the same order.
     """
 
     def __init__(self, run: Config, spec: RunSpec, settings: Settings, report: Report) -> None:
@@ -220,7 +220,7 @@ class Examination:
             self.report.add(static_findings(self.run, self.files))
 
     def prepare(self) -> bool:
-        """Makes the plan of the run and joins the process group; False if `train` would refuse the configuration."""
+        """Makes the run's plan and joins the process group; returns False if `train` would refuse the configuration."""
         try:
             check_engine(self.config, self.files.student.spec)
             data, self.plan = read_data_and_models(self.spec, self.files)
@@ -248,7 +248,7 @@ class Examination:
         return True
 
     def _check_samples(self) -> None:
-        """Checks sampled responses. The student's engine ends before those of the teachers begin."""
+        """Checks sampled responses. The student's engine is closed before those of the teachers start."""
         used = not_sampled(self.run)
         if used is not None:
             label = ENGINES[self.config.rollout.engine].label
@@ -276,7 +276,7 @@ class Examination:
 
     @contextmanager
     def _engine(self, model: ModelFiles, sampled: TokenIds) -> Iterator[RolloutEngine]:
-        """Yields the run's engine with the weights of a model; its files, such as logs of servers, stay if it fails."""
+        """Yields the run's engine with a model's weights; after an error the engine's files (server logs) are kept."""
         scratch = mkdtemp(prefix="nemo_oprd_doctor_")
         with ExitStack() as stack:
             config, eos_ids = replace(self.config, output=scratch), model.tokenizer.eos_ids
@@ -288,7 +288,7 @@ class Examination:
         shutil.rmtree(scratch)
 
     def _requests(self) -> list[Request]:
-        """The first training prompts in the order of the run, the same number for each teacher."""
+        """Returns the first training prompts in the order of the run, up to the same number for each teacher."""
         prompts = self.prompts.requests
         order = self.prompts.order.indices(self.config.seed, 0, len(prompts))
         taught_by = self.routing.teachers_of([prompts[i].data_source for i in order])
@@ -320,14 +320,14 @@ class Examination:
         return problems
 
     def _reader(self, number: int) -> ModelFiles:
-        """The model whose template teacher `number` reads problems in: the student, unless it reads text."""
+        """Returns the files with the template for problems: the teacher's if it reads text, else the student's."""
         return self.files.teachers[number] if self.reads == "text" else self.files.student
 
     def _problems(self, number: int, tokenizers: list[Tokenizer], room: int) -> Problems:
-        """Problems of the first validation set with answers; of several teachers, those of the teacher's data sources.
+        """Returns (name, problems) of the first validation set with answers for a teacher; ("", []) without one.
 
         They are drawn with the run's seed, because the first ones of a file are often of one kind. Problems of `room`
-        tokens leave no room for a response, and are left out.
+        tokens or more leave no room for a response, and are left out.
         """
         named = self.config.teacher_sources[number].data_sources
         for name, read in validation_problems(self.config).items():
@@ -339,7 +339,7 @@ class Examination:
         return "", []
 
     def _solved(self, engine: RolloutEngine, tokenizer: Tokenizer, of_set: Problems) -> sample_checks.Answers:
-        """Samples one response to each problem of a set and grades it; grades count on the first rank only."""
+        """Samples one response to each problem of a set and grades it; grades are valid on the first rank only."""
         evaluation, (name, problems) = self.config.evaluation, of_set
         requests = [Request(tokenizer.encode_prompt(p.messages, p.tools), answer=p.answer) for p in problems]
         key = (self.config.seed, EVALUATION_STREAM, 0)
@@ -358,7 +358,7 @@ class Examination:
         return sample_checks.Answers(solved, without_answer, cut)
 
     def check_models(self) -> None:
-        """Runs the checks of forward passes, teacher by teacher."""
+        """Runs the checks that need forward passes, teacher by teacher."""
         try:
             check_teacher_servers(self.config)
             distiller = build_distiller(self.plan)
@@ -417,7 +417,7 @@ class Examination:
 
 
 def _of_proof(proof: Proof) -> Finding:
-    """The finding of the check `hidden states` of one model."""
+    """Returns the finding of the check `hidden states` about one model."""
     check, text = "hidden states", f"{proof.key}: {proof.line}"
     if proof.refused:
         return Finding(check, "wrong", f"{text}; fix: docs/canary.md", code="states-differ")

@@ -1,8 +1,8 @@
 """The checks that need the models' files and the prompts, and no forward pass.
 
-Each function is one check and returns one `Finding`; docs/doctor.md lists them. Where a function takes `reads`, this is
-what the teacher reads: `ids` (the student's token ids, prompt included), `prompt` (the student's response ids after a
-prompt of its own, `teacher.prompt`) or `text`.
+Checks return a `Finding`, or yield several; docs/doctor.md lists them. Where a function takes `reads`, this is what the
+teacher reads: `ids` (the student's token ids, prompt included), `prompt` (the student's response ids after the
+teacher's own prompt, `teacher.prompt`) or `text`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WeightSurvey:
 
 
 def survey(model: ModelFiles) -> WeightSurvey:
-    """Reads all tensors once; of a layer's experts the first one."""
+    """Reads all tensors of a model once, but only the first expert of each layer."""
     read, result = model.open(), WeightSurvey()
     for name in tensor_names(model):
         expert = re.search(r"\.experts\.(\d+)\.", name)
@@ -77,7 +77,7 @@ def survey(model: ModelFiles) -> WeightSurvey:
 
 
 def damaged_weights(role: str, found: WeightSurvey) -> Iterator[Finding]:
-    """Checks for tensors that no training leaves: a damaged model computes, and teaches, without an error."""
+    """Checks for zero, non-finite, badly scaled and repeated tensors, with which a model teaches without an error."""
     check, damage = f"{role}'s weights", list(found.damage)
     for name, scales in found.scales.items():
         for layer, scale in scales.items():
@@ -143,7 +143,7 @@ def same_weights(student: ModelFiles, teacher: ModelFiles, dtype: torch.dtype, *
 
 
 def tensor_names(model: ModelFiles) -> list[str]:
-    """The model's HF tensors, those of the vocabulary last: they are large, and often untrained."""
+    """Returns a model's HF tensor names, those of the vocabulary last: they are large, and often untrained."""
     mappings = model.spec.family.param_mappings(model.spec)
     names = [name for mapping in mappings for name in mapping.hf]
     return sorted(names, key=lambda name: name.startswith(_VOCABULARY))
@@ -161,7 +161,7 @@ def own_files(role: str, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> 
 
     Args:
         role: "student" or "teacher".
-        variables: `data.chat_template_args`.
+        variables: the chat template's arguments from the configuration.
     """
     yield from _stop_ids(role, tokenizer)
     try:
@@ -267,10 +267,10 @@ def _named(tokenizer: Tokenizer, ids: list[int]) -> str:
 def templates(student: Tokenizer, teacher: Tokenizer, prompt: Prompt, reads: Reads) -> Finding:
     """Checks whether both chat templates render the same conversation to the same text.
 
-    A teacher that reads the student's ids reads them in the student's template. If its own one differs, it reads a
-    conversation unlike those that it was trained on, and its states and distribution are worse than in an evaluation in
-    its own template, which nothing in a run shows. Any difference is a warning only, because the authors of some
-    recipes accept it.
+    A teacher that reads the student's ids reads them in the student's template. If the teacher's own template differs,
+    it reads a conversation unlike those that it was trained on. Its states and distribution are then worse than in an
+    evaluation in its own template, but nothing in a run shows this. Any difference is a warning only, because the
+    authors of some recipes accept it.
     """
     if reads != "ids":
         return Finding("templates", "ok", "the teacher reads prompts in its own template")
@@ -312,7 +312,7 @@ def _inserted(longer: str, shorter: str) -> str:
 
 
 def vocabularies(student: ModelFiles, teacher: ModelFiles, reads: Reads) -> Finding:
-    """Checks whether an id that the student may sample means the same token to the teacher, padded rows included.
+    """Checks whether each model has rows for its tokenizer's ids, and the student's ids mean the same to the teacher.
 
     Models of one family pad their vocabularies to different sizes, which only masks a few ids, and a teacher may know
     more tokens. If ids mean other tokens, the teacher scores another text than the student wrote, with plausible
@@ -355,9 +355,9 @@ def rope(student: ModelSpec, teacher: ModelSpec) -> Finding:
     """Checks whether both models rotate positions as in their training.
 
     YaRN covers `factor` times `original_max_position_embeddings` tokens. Where max_position_embeddings is lower,
-    responses end there; where it is higher, YaRN does not cover the positions beyond. Of two models of one family and
-    base, of which one is scaled and the other not, one lacks a setting: all their states differ, which training
-    would have to undo.
+    responses end there; where it is higher, YaRN does not cover the positions beyond. If two models of one family and
+    base scale their positions differently, one of them probably lacks a setting: all their states differ, and training
+    would have to undo that.
     """
     said = [f"{role} {_rope(spec)}" for role, spec in (("student", student), ("teacher", teacher))]
     numbers: dict[str, Any] = {"student": student.max_positions, "teacher": teacher.max_positions}

@@ -152,7 +152,7 @@ class Finding:
         return f"{self.verdict:<8} {self.check:<20} {named}{' '.join(self.text.split())}"
 
     def about(self, teacher: str | None) -> Finding:
-        """The same finding about one of several teachers; None: there is only one."""
+        """Returns the finding with the name of one of several teachers; None (a single teacher): the finding itself."""
         if teacher is None:
             return self
         return replace(self, text=f"teacher {teacher}: {self.text}", numbers={"teacher": teacher, **self.numbers})
@@ -164,7 +164,7 @@ def flag(check: str, verdict: Verdict, code: str, text: str, **numbers: Any) -> 
 
 
 class Report:
-    """The findings of one command, printed as they come; on the first rank only, which `speaks`."""
+    """Findings of one command: the first rank (`speaks`) keeps and prints them as they come, others ignore them."""
 
     def __init__(self, *, speaks: bool) -> None:
         self.speaks, self.findings = speaks, list[Finding]()
@@ -182,7 +182,7 @@ class Report:
         return self._counts["wrong"] > 0
 
     def summary(self) -> str:
-        """The last line."""
+        """Returns the last line: findings per verdict. Example: "1 wrong, 2 warnings, 9 ok, 0 skipped"."""
         counts = self._counts
         return f"{counts['wrong']} wrong, {counts['warning']} warnings, {counts['ok']} ok, {counts['skipped']} skipped"
 

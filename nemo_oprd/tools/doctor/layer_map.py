@@ -1,7 +1,7 @@
 """The checks of the layer map: its order, the layers from which the student's weights come, and the layers most alike.
 
-A map that compares the wrong layers costs more than the choice of a loss, and its loss falls, too. S student layers
-that are compared before the final norm ("inner" ones), T layers of the teacher that they could be compared with.
+A map that compares the wrong layers harms the student more than a poor choice of the loss, yet the loss still falls.
+Shapes: S student layers that are compared before the final norm ("inner" ones), T candidate layers of the teacher.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 
 from nemo_oprd.tools.doctor.findings import Finding
 
-# one layer of the teacher for more than so large a part of the student's layers, of which there are so many
+# a map is collapsed if one layer of the teacher has more than this share of the student's layers, of at least FEW
 COLLAPSED, FEW = 0.5, 4
 # A layer "has the weights" of another if their cosine is above ORIGIN and no other layer comes within CLEARLY of it.
 # Weights of models that were trained apart have a cosine of about 0; rounded to 2 bits, it is about 0.8.
 ORIGIN, CLEARLY = 0.5, 0.2
-# Layers next to each other are alike, so a better map counts if it is better by a margin on average, and closes a part
-# of what the run's map lacks to 1. A smaller margin is enough where half of that is closed, which needs layers of one
-# origin. Means of correlations of single dimensions tell neighbours apart better than CKA, which other widths need.
+# Layers next to each other are alike, so another map counts only if its similarity is higher by MARGIN on average and
+# closes the share CLOSED of what the run's map lacks to 1. SMALL_MARGIN is enough where half of that is closed, which
+# needs layers of one origin. Correlations tell neighbours apart better than CKA, which models of other widths need.
 MARGIN = {"correlation": 0.05, "CKA": 0.1}
 CLOSED = {"correlation": 0.2, "CKA": 0.5}
 SMALL_MARGIN, MOSTLY_CLOSED = 0.01, 0.5
 # Below this even the best map's layers have little to do with each other. Two models that were trained apart on the
-# same sums had 0.42 and 0.56 (CKA) with two layers of which neither is the right one.
+# same task (additions) had a CKA of 0.42 and 0.56 with two layers, neither of which is the right one.
 ALIKE = {"correlation": 0.3, "CKA": 0.7}
 SHOWN = 3
 
@@ -37,12 +37,12 @@ class LayerMap:
 
     pairs: Mapping[int, int]  # supervised student layer -> teacher layer
     depths: tuple[int, int]  # number of layers of student and teacher
-    final_norm: bool  # whether the last layers' states are taken after the final norm, so that only they are compared
+    final_norm: bool  # whether the last layers are compared after the final norm, hence only with each other
     freely: bool = True  # whether `loss.representation.layer_map` can be set; a bridge is fitted for its map
 
     @property
     def inner(self) -> dict[int, int]:
-        """The pairs of layers that could be others."""
+        """Student layer -> teacher layer of the pairs that another map could change."""
         last = self.depths[0] if self.final_norm else 0
         return {student: teacher for student, teacher in sorted(self.pairs.items()) if student != last}
 
@@ -52,7 +52,7 @@ class LayerMap:
         return range(1, self.depths[1] + (0 if self.final_norm else 1))
 
     def fix(self, better: Mapping[int, int]) -> str:
-        """The setting for another map of the inner layers."""
+        """Returns the fix of a finding: the setting with the pairs `better` for inner layers."""
         chosen = {**self.pairs, **better}
         setting = ",".join(f"{student}:{teacher}" for student, teacher in sorted(chosen.items()))
         before = "" if self.freely else "fit a bridge with "
@@ -62,8 +62,8 @@ class LayerMap:
 def order(layers: LayerMap) -> Finding | None:
     """Checks the order of the teacher's layers, whatever the models; None if nothing is wrong.
 
-    A deeper layer of the student belongs to a deeper one of the teacher, or to the same. A map that only falls is
-    wrong; one that falls somewhere, or that has one layer for most of at least four, is a warning.
+    A deeper layer of the student belongs to a deeper layer of the teacher, or to the same one. A map that falls at each
+    step is wrong; one that falls somewhere, or compares most of at least four layers with one, is a warning.
     """
     inner = list(layers.inner.values())
     steps = np.diff(inner)
@@ -84,11 +84,11 @@ def order(layers: LayerMap) -> Finding | None:
 
 
 def origins(cosines_ST: np.ndarray, layers: LayerMap) -> Finding:
-    """Checks whether the student's layers are compared with those whose weights they have.
+    """Checks the order, and whether layers are compared with the teacher's layers that their weights come from.
 
-    A pruned student has some of the teacher's layers, and a checkpoint all of them. Measured on the cosine of one
-    matrix (`self_attn.o_proj`) of each of the student's layers with that of each of the teacher's: the check says
-    nothing unless all inner layers have one that is clearly the same.
+    A pruned student has some of the teacher's layers, and a checkpoint all of them. A layer's origin is the teacher's
+    layer with clearly the largest cosine between rows of `self_attn.o_proj`; without an origin for every inner layer
+    the check finds nothing wrong.
 
     Args:
         cosines_ST: of all layers of both models, [student's depth, teacher's depth].
@@ -121,7 +121,7 @@ def origins(cosines_ST: np.ndarray, layers: LayerMap) -> Finding:
 
 
 def _is_shift(layers: LayerMap, better: Mapping[int, int]) -> bool:
-    """Whether the run's map is the better one, shifted by the same number of layers and clipped to the teacher's."""
+    """Returns whether the run's map is `better` with all teacher layers shifted alike, clipped to the candidates."""
     inner, ends = layers.inner, (layers.candidates[0], layers.candidates[-1])
     return any(
         all(teacher == min(max(better[student] + by, ends[0]), ends[1]) for student, teacher in inner.items())
@@ -130,7 +130,7 @@ def _is_shift(layers: LayerMap, better: Mapping[int, int]) -> bool:
 
 
 def _origin(cosines_T: np.ndarray) -> int | None:
-    """The layer (1-based) whose weights a layer has; None if that is not clear."""
+    """Returns the teacher's layer (1-based) that a student's layer comes from; None if that is not clear."""
     ordered = np.sort(cosines_T)[::-1]
     if ordered[0] < ORIGIN or (len(ordered) > 1 and ordered[1] > ordered[0] - CLEARLY):
         return None
@@ -138,7 +138,7 @@ def _origin(cosines_T: np.ndarray) -> int | None:
 
 
 def best_monotone(similarity_ST: np.ndarray) -> list[int]:
-    """For each row a column, 0-based, with the largest sum; they strictly ascend where there are enough columns."""
+    """Returns ascending columns (0-based), one per row, with the largest sum; strictly ascending if columns suffice."""
     rows, columns = similarity_ST.shape
     step = 1 if columns >= rows else 0
     best = np.full((rows, columns), -np.inf)
@@ -159,10 +159,10 @@ def best_monotone(similarity_ST: np.ndarray) -> list[int]:
 def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, rows: int) -> Finding:
     """Checks whether another map compares layers that are much more alike, on the states of sampled responses.
 
-    The map with the largest sum of similarities among those that rise is compared with the run's.
+    The run's map is compared with the ascending map of the largest sum of similarities.
 
     Args:
-        similarity_ST: of the inner layers with the candidates, `measure` of their states, at most 1.
+        similarity_ST: `measure` (correlation or CKA, at most 1) of the states of inner layers and candidates.
         rows: the number of states that were compared.
     """
     check, inner = "similar layers", layers.inner
@@ -192,7 +192,7 @@ def similar_layers(similarity_ST: np.ndarray, layers: LayerMap, measure: str, ro
 
 
 def rounds(layers: Sequence[int], candidates: Sequence[int], *, at_once: bool) -> Iterator[dict[int, int]]:
-    """Yields layer maps in which every layer meets all candidates, or all layers together do (`at_once`)."""
+    """Yields layer maps that pair every layer with all candidates or, `at_once`, each candidate with some layer."""
     count = len(candidates)
     for number in range(-(-count // len(layers)) if at_once else count):
         start = number * len(layers) if at_once else number

@@ -1,6 +1,6 @@
 """Checks of forward passes on sampled rollouts: layer map, massive activations, positions, distance, repeatability.
 
-Every rank calls these functions alike; what they return counts on the first rank. The parts stand in this order:
+Every rank calls these functions alike; their findings are valid on the first rank. The parts stand in this order:
 the similarity of layers, the error of the hidden states, and the checks of positions, distributions and repetition.
 """
 
@@ -45,10 +45,9 @@ DIRECTIONS = 64
 def layer_similarity(distiller: Distiller, rollouts: list[Rollout], number: int) -> Finding:
     """Runs the check `similar_layers` for teacher `number` on its rollouts. Every rank calls this.
 
-    For models of one width, which have one origin wherever they are compared without a bridge, a layer's similarity to
-    another is the mean over the dimensions of the correlation between the two states. For other widths it is linear
-    CKA, on random projections. Each dimension is scaled to unit variance first, so that a few massive ones don't count
-    for all.
+    Without a bridge (models of one width and origin), the similarity of two layers is the correlation between their
+    states, averaged over the dimensions. With a bridge it is linear CKA on random projections. Each dimension is scaled
+    to unit variance first, so that a few massive ones don't decide.
     """
     run = distiller.objective
     match = run.teachers[number]
@@ -72,7 +71,7 @@ def layer_similarity(distiller: Distiller, rollouts: list[Rollout], number: int)
 
 
 def _some(rollouts: list[Rollout]) -> list[Rollout]:
-    """The first rollouts, up to `MOST_TOKENS` response tokens; one at least."""
+    """Returns the first rollouts, up to `MOST_TOKENS` response tokens; at least one."""
     chosen: list[Rollout] = []
     tokens = 0
     for rollout in rollouts:
@@ -88,8 +87,7 @@ States = dict[int, list[torch.Tensor]]
 
 @torch.no_grad()
 def _states(distiller: Distiller, batch: StepBatch, number: int, candidates: list[int]) -> tuple[States, States]:
-    """(The student's states by layer, the teacher's by candidate): lists of float32 [n, D], one per group, as far as
-    this rank has the rows."""
+    """Returns (student layer -> states, candidate -> states): float32 [n, D] of the rows on this rank, per group."""
     student, run = distiller.student, distiller.objective
     match = run.teachers[number]
     supervised = run.layers
@@ -119,7 +117,7 @@ def _states(distiller: Distiller, batch: StepBatch, number: int, candidates: lis
 def _similarity(
     student: States, teacher: States, inner: list[int], candidates: list[int], *, correlate: bool
 ) -> tuple[np.ndarray, int]:
-    """([S, T] similarities, number of rows), the same on every rank."""
+    """Returns ([S, T] similarities, number of rows), the same on every rank."""
     ours, rows = _standardized(student, inner, seed=0, project=not correlate)
     theirs, teacher_rows = _standardized(teacher, candidates, seed=1, project=not correlate)
     if correlate:
@@ -150,7 +148,7 @@ def _similarity(
 def _standardized(
     states: States, layers: list[int], *, seed: int, project: bool
 ) -> tuple[dict[int, torch.Tensor], int]:
-    """(Index in `layers` -> this rank's rows with mean 0 and variance 1 over all ranks, projected; rows of a layer)."""
+    """Returns (index in `layers` -> rows of this rank, of mean 0 and variance 1 over all ranks; rows per layer)."""
     joined = {i: torch.cat(states[layer]) for i, layer in enumerate(layers) if layer in states}
     widths = torch.tensor([max((rows.shape[1] for rows in joined.values()), default=0)], device=device())
     dist.all_reduce(widths, op=dist.ReduceOp.MAX)
@@ -189,7 +187,7 @@ MOST = 0.9
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of one layer of the student: its share of the representation loss, and where in the layer it is."""
+    """The error of one layer of the student: its share of the loss, and the dimensions that hold most of it."""
 
     layer: int
     share: float  # of the squared error over all layers, at the layers' weights
@@ -209,8 +207,8 @@ def massive_activations(
     """Checks whether a few dimensions hold most of the hidden-state loss.
 
     Many models have a few dimensions with states hundreds of times larger than all others. A plain MSE then trains
-    these dimensions, and in layers that have them, and hardly anything else, while the loss falls by orders of
-    magnitude. Measured on the rows as the loss compares them: projected by a bridge; scaled to unit length for
+    these dimensions, in the layers that have them, and hardly anything else, while the loss falls by orders of
+    magnitude. The rows are measured as the loss compares them: projected by a bridge; scaled to unit length for
     normalized_mse and cosine.
 
     Args:
@@ -359,10 +357,10 @@ def greedy_responses(engine: RolloutEngine, requests: list[Request], config: Con
 def positions(greedy: list[Rollout], student: Student, config: Config, sampled: TokenIds) -> Finding:
     """Checks whether the trainer scores a token at the state from which the engine sampled it.
 
-    With states that are off by one between sampling and scoring, every loss compares, and trains, the wrong tokens.
-    Such losses fall, too. Each token of `greedy_responses` must be the trainer's likeliest one at its position, up to
-    ties; the first tokens are counted apart, because a shift of the prompt shows there alone. Else the
-    log-probabilities at the positions before and after say whether a shift explains the tokens.
+    With states that are off by one between sampling and scoring, every loss compares, and trains, the wrong tokens, yet
+    it falls. Nearly all tokens of `greedy_responses` (`AGREES`) must be the trainer's likeliest ones, up to ties; the
+    first tokens are counted apart, because only they show a shift of the prompt. Otherwise the log-probabilities at the
+    positions before and after show whether a shift explains the tokens.
     """
     check = "positions"
     sequences = [Rollout(r.prompt_ids, r.response_ids) for r in greedy if len(r.response_ids)]
@@ -410,8 +408,8 @@ def aligned_positions(rollouts: list[Rollout], table: TokenTable) -> Finding:
     """Checks whether student and teacher read the same token at the two positions whose states are compared.
 
     A teacher that reads another prompt has its states at other positions. If they are off by one, each state of the
-    student is pulled towards that of a neighbouring token, which training follows without complaint. For teachers that
-    read the student's ids, in whatever prompt; `table` holds the supervised rows.
+    student is pulled towards that of a neighbouring token, and no error shows it. The check is for teachers that read
+    the student's response ids, after any prompt; `table` holds the supervised rows.
     """
     own = [rollout.ids for rollout in rollouts]
     read = [rollout.as_read_by_teacher().ids for rollout in rollouts]
@@ -435,8 +433,8 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
     """Checks whether the distributions of both models are at a distance that distillation can close.
 
     A teacher of another vocabulary, another alignment or another prompt format is about ln V away, and the student
-    learns noise from it; one at distance 0 teaches nothing. A smaller distance is a warning only, because a badly
-    damaged student is there, too, and learns.
+    learns noise from it; a teacher at distance 0 teaches nothing. A distance between these is a warning at most,
+    because a badly damaged student has it, too, and learns.
 
     Args:
         metrics: of an update on the sampled rollouts.
@@ -468,10 +466,10 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
 
 
 def repeatability(distiller: Distiller, batch: StepBatch) -> Finding:
-    """Checks whether the teacher gives the same states for the same input twice.
+    """Checks whether the teacher gives the same targets for the same input twice.
 
-    Dropout that is on, a kernel that reads memory of others, or weights that change give targets with noise, which the
-    loss then has as its floor. A small difference is a warning only, because sums in another order explain it.
+    Active dropout, a kernel that reads foreign memory, or changing weights add noise to the targets, below which the
+    loss can't fall. A small difference is a warning only, because sums in another order explain it.
     """
     check, group = "repeatability", batch.groups[0]
     first, second = distiller.targets(batch, group), distiller.targets(batch, group)

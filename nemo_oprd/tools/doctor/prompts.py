@@ -72,10 +72,10 @@ CONTRADICTIONS: Sequence[tuple[str, re.Pattern[str], re.Pattern[str]]] = (
 
 
 def instructions(prompts: dict[str, list[str]]) -> Iterator[Finding]:
-    r"""Checks whether prompts hold an instruction twice, or two instructions that contradict each other.
+    r"""Checks whether prompts repeat an instruction, repeat one in other words, or hold two that contradict each other.
 
-    A source gets only the plainest of the three kinds, and only if at least two prompts have it: single problems
-    repeat sentences of their own.
+    A source gets only the plainest of these three kinds, and only if at least two prompts, and `REPEATED_SHARE` of all,
+    have it: single problems repeat sentences of their own.
 
     Args:
         prompts: source -> its prompts as a model reads them.
@@ -139,7 +139,7 @@ _say = partial(flag, CHECK)
 NEARLY_ALL = 0.9
 # DAPO-Math-17k repeats 7 % of its prompts.
 DUPLICATES, CONTRADICTING = 0.1, 0.01
-# visits of a prompt in a run; fewer problems than this show no difference below a third of them
+# the most visits of a prompt in a run; the fewest problems of a set: fewer show no difference below a third
 VISITS, PROBLEMS = 50, 8
 # answers stand in their own prompts more often than in those of others by this share of the prompts
 ANSWER_SHARE, STATED_SHARE = 0.25, 0.02
@@ -210,7 +210,7 @@ def _contained(config: Config, sets: dict[str, dict[str, Any]]) -> Iterator[Find
 
 
 def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Yields the faults of single prompts of a file that many prompts have."""
+    """Yields a warning for each fault that many prompts of a file have."""
     count = len(prompts)
     if not count:
         return
@@ -247,9 +247,9 @@ def _texts(source: str, prompts: Sequence[Prompt]) -> Iterator[Finding]:
 
 
 def _told(prompts: Sequence[Prompt]) -> int:
-    """The number of prompts that hold their answer, if these are more than chance explains; else 0.
+    """Returns the number of prompts that hold or state their answer, if chance does not explain it; else 0.
 
-    Short answers stand in many prompts. By chance, they stand in the next prompt of the file as often.
+    Short answers occur in many prompts: by chance, they occur as often in the preceding prompt of the file.
     """
     pairs = [(p.text, p.answer.strip()) for p in prompts if p.answer and p.answer.strip()]
     if len(pairs) < 2:
@@ -306,7 +306,7 @@ def _graded(config: Config, name: str, problems: Sequence[Prompt]) -> Iterator[F
 
 
 def _unlike(grader: BuiltinGrader, answer: str, prompt: Any) -> str | None:
-    """The fault of a reference answer for its grader; None if there is none."""
+    """Returns the fault of a reference answer for its grader, such as "are refused"; None if there is none."""
     try:
         grader.check(answer)
     except ValueError:
@@ -322,7 +322,7 @@ def _unlike(grader: BuiltinGrader, answer: str, prompt: Any) -> str | None:
 def tokenized(
     config: Config, student: Tokenizer, teacher: Tokenizer | None, prompts: Sequence[Prompt]
 ) -> Iterator[Finding]:
-    """Checks the tokens of a sample of prompts; `teacher`: one that reads the student's ids, else None."""
+    """Checks the tokens of a sample of prompts; `teacher`: the tokenizer of a teacher of the student's ids, or None."""
     count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
     contents = [prompt.text for prompt in prompts]
     ids = student.encode_plain(contents)

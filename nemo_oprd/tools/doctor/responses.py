@@ -25,13 +25,13 @@ def truncation(
     """Checks whether most responses are cut off at their limit.
 
     A cut response has no end and no answer: with `positions=last_k` the supervised tokens are in the middle of a
-    thought, or in a loop, and the loss falls on text that no evaluation grades. At a limit below the run's own one, few
-    cut responses show that the longer limit cuts no more, while many say nothing, unless they repeat themselves.
+    thought, or in a loop, and the loss falls on text that no evaluation grades. If the limit is below the run's, few
+    cut responses show that the longer limit cuts no more, while many show nothing, unless they repeat themselves.
 
     Args:
         limit, run_limit: the most tokens of a response here, and in the run.
-        limited_by: the key of that limit. One other than `rollout.max_new_tokens` ends responses on purpose: what is
-            cut is supervised completely, and only loops are a fault.
+        limited_by: the key of the limit. A key other than `rollout.max_new_tokens` ends responses on purpose: they
+            are supervised completely, and only loops are a fault.
     """
     chosen = limited_by != "rollout.max_new_tokens"
     cut = [rollout for rollout in rollouts if rollout.finish_reason == "length"]
@@ -81,9 +81,9 @@ class Answers:
 def teacher_is_better(student: Answers, teacher: Answers, limit: int, run_limit: int) -> Finding:
     """Checks whether the teacher solves more validation problems than the student.
 
-    A teacher that is no better has nothing to give, and the loss falls nevertheless. Measured by one response of each
-    model per problem, paired: only problems that one of the two solves count, and under equal models either is the
-    solver with probability 1/2 (McNemar's exact test).
+    A teacher that is no better has nothing to give, and the loss falls nevertheless. Each model gives one response per
+    problem, paired: only problems that exactly one of the two solves count, and with equal models either is the solver
+    with probability 1/2 (McNemar's exact test).
 
     Args:
         limit, run_limit: the most tokens of a response here, and in the run's evaluations.

@@ -1,7 +1,7 @@
-"""Checks of values that no error would show: in both models' config.json, and in the run's configuration.
+"""Checks for mistaken values that cause no error, in both models' config.json and in the run's configuration.
 
 `settings` judges a value by its effect on the run, where that can be computed: the distance that a weight can move,
-the part that decay takes, the visits of a prompt. The other limits are far outside what published recipes use.
+the part that weight decay removes, the visits of a prompt. The other limits are far outside what published recipes use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_oprd.run.models import ModelFiles
 from nemo_oprd.run.positions import too_few_positions
 from nemo_oprd.tools.doctor.findings import Finding, Verdict, flag
 
-# The check of values in both models' config.json that training does not change, and that no error would show.
+# The check of values in both models' config.json that training does not change; a wrong one causes no error.
 #
 # Weights are made for one base of the rotation, one epsilon of the norms, one number of heads. With another value a
 # model still loads, and computes something else. Which differences are a mistake depends on what the two models have in
@@ -119,7 +119,7 @@ def _of_each(run: Config, student: ModelFiles, teacher: ModelFiles, number: int)
 
 
 def _special_ids(student: ModelFiles, teacher: ModelFiles) -> Iterator[Finding]:
-    """The ids that config.json names, where both models have one vocabulary."""
+    """Checks the special ids that config.json names, of two models with one vocabulary."""
     for role, files in (("student", student), ("teacher", teacher)):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             ids = _ids(files.spec.hf_config.get(key))

@@ -26,14 +26,13 @@ class Settings:
 
 
 def for_diagnosis(config: Config, settings: Settings) -> Config:
-    """The configuration with a small sample of its engine, and with both models' distributions measured.
+    """Returns `config` with a small sample and, unless the teacher reads text, both models' distributions measured.
 
-    Recorded rollouts are not replayed, because what the current student samples is to be checked, and servers that
-    others run (`rollout.vllm.endpoints`) keep their weights, because a run may be sampling from them: the default
-    engine samples instead, which needs no installation. Dedicated servers stand on the student's ranks here, so that a
-    visit needs no further ones; they end before the models are built. A correction needs log-probabilities of another
-    engine, so there is none. Whether the run's evaluations can sample the teacher is checked after the files, whose
-    findings say why not.
+    The default engine, which needs no installation, replaces recorded rollouts, because the current student is to be
+    checked, and servers that others run (`rollout.vllm.endpoints`), because a run may be sampling from them. Dedicated
+    servers run on the student's GPUs here, so that no others are needed; they end before the models are built. There is
+    no correction, which needs log-probabilities of another engine. Whether the run's evaluations can sample the teacher
+    is checked after the files, whose findings say why not.
     """
     rollout = replace(
         config.rollout,

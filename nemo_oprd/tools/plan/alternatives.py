@@ -1,4 +1,4 @@
-"""Finds settings that fit near a configuration that does not; the fastest come first.
+"""Finds settings that fit the GPUs, near a configuration that does not fit; the fastest come first.
 
 Layouts are searched in two passes, so that the search takes seconds: the teacher's beside the student's smallest one,
 then the student's beside the best of the teacher's. Layouts whose weights alone do not fit are left out before anything
@@ -36,7 +36,7 @@ Changes = dict[str, object]
 
 @dataclass(frozen=True)
 class Alternative:
-    """Changed keys of a configuration that fits with them, and its estimate."""
+    """Changed keys of a configuration, and the estimate with these changes."""
 
     changes: Changes
     estimate: Estimate
@@ -48,7 +48,7 @@ class Alternative:
 
     @property
     def rank(self) -> tuple[float, float, int]:
-        """The sort key, smaller is better: seconds of a step, then GB, both as the report rounds them, then changes."""
+        """The sort key, smaller is better: seconds of a step, then GB, both rounded to 0.1, then number of changes."""
         peak = self.estimate.kinds[0].memory.peak
         return round(self.estimate.step_seconds, 1), round(peak / 1e9, 1), len(self.changes)
 
@@ -62,9 +62,9 @@ class _Place:
 
 
 def alternatives(run: RunSpec, cluster: Cluster, lengths: Lengths, most: int = 3) -> list[Alternative]:
-    """At most `most` alternatives that fit: the fastest step first, then the least memory.
+    """Returns at most `most` alternatives that fit: the fastest step first, then the least memory.
 
-    Every one passes the checks of its configuration, and of its layouts against the models, that a run makes.
+    Each passes the checks that a run makes of its configuration, and of its layouts against the models.
     """
     found = Search(run, cluster, lengths).fitting()
     found = [each for each in found if not any(_is_enough(other, each) for other in found)]
@@ -76,7 +76,7 @@ def alternatives(run: RunSpec, cluster: Cluster, lengths: Lengths, most: int = 3
 
 
 def _is_enough(other: Alternative, each: Alternative) -> bool:
-    """Whether some of the changes of `each` are almost as fast as all of them."""
+    """Returns whether `other` makes only some of the changes of `each`, and is almost as fast."""
     fewer = other.changes.items() < each.changes.items()
     return fewer and other.estimate.step_seconds <= (1 + GAIN) * each.estimate.step_seconds
 
@@ -90,7 +90,7 @@ class Search:
         self.usable = cluster.gpu.memory - ASSUMED.reserve
 
     def fitting(self) -> list[Alternative]:
-        """All alternatives that were found to fit."""
+        """Returns all alternatives that fit; tries more than layouts and recomputation only if these do not suffice."""
         students, teachers = self._students(), self._teachers()
         if not students or not teachers:
             return []
@@ -108,7 +108,7 @@ class Search:
         return []
 
     def _estimates(self, candidates: Iterable[Changes]) -> Iterator[Alternative]:
-        """The candidates that are valid, fit or not; only what differs from the configuration counts as changed."""
+        """Yields the valid candidates, fit or not; a change is only what differs from the configuration."""
         seen: set[frozenset[tuple[str, object]]] = {frozenset()}
         for wanted in candidates:
             changes = {name: value for name, value in wanted.items() if value != _value(self.config, name)}
@@ -149,7 +149,7 @@ class Search:
         return found
 
     def _sizes(self, role: str, spec: ModelSpec, pipelines: Sequence[int]) -> Iterator[Changes]:
-        """Changes of the layout of a role."""
+        """Yields the layouts to try for a role, as changes."""
         own = getattr(self.config, role).parallel
         tensors = sorted({own.tensor, *(size for size in SIZES if size <= self.cluster.gpus_per_node)})
         key = f"{role}.parallel"
@@ -186,7 +186,7 @@ class Search:
             return None
 
     def _best_teachers(self, student: _Place, teachers: list[_Place], option: Changes) -> list[_Place]:
-        """The teacher's layouts with which the student at its smallest is fastest, the smallest, and the configured."""
+        """Returns the teacher's layouts that are fastest beside `student`, the smallest one, and the configured one."""
         tried = []
         for teacher in teachers:
             changes = student.changes | teacher.changes | option

@@ -116,7 +116,7 @@ class Estimate:
 
     @property
     def overlap_seconds(self) -> float:
-        """The seconds of a step's sampling that servers on GPUs of their own do while an update is computed."""
+        """The seconds of a step's sampling that servers on other GPUs spend while the ranks compute the step."""
         config, sampling = self.work.config, self.rollout
         if not config.rollout.max_lag or sampling is None or sampling.groups.placement == "colocated":
             return 0.0
@@ -126,9 +126,9 @@ class Estimate:
 
 
 def _awaited(config: Config, limit: int) -> float:
-    """The share of a step's sampling that awaits its own student: the last segment of its longest responses.
+    """Returns the share of a step's sampling that needs the step's own student: the longest responses' last segment.
 
-    `limit`: their tokens. With mode stream servers sample on while the step computes, whatever it has waited for.
+    `limit`: tokens of the longest responses. In other modes than segments, servers sample on during the step: 0.
     """
     rollout = config.rollout
     if rollout.mode != "segments" or -(-limit // rollout.tokens_per_segment) <= rollout.max_lag:
@@ -167,7 +167,7 @@ def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Esti
     """Estimates a training run on `cluster`, for whose ranks it was resolved.
 
     Raises:
-        ValueError: the parameters of a teacher that servers compute can't be counted.
+        ValueError: the parameters of a served teacher can't be counted, or a prompt leaves no room for a response.
     """
     return estimate_works(make_works(run.config, run.models, lengths), cluster, lengths)
 
@@ -237,9 +237,9 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
 
 
 def _with_waves(work: Workload, cluster: Cluster) -> Config:
-    """The configuration with a number in place of `teacher.resident_microbatches=auto`, if it is set.
+    """Returns the configuration with a number in place of `teacher.resident_microbatches=auto`.
 
-    As in `distillation/distiller.py`: targets may take a quarter of the memory that is left.
+    Targets may take the share `TARGET_SHARE` of the memory that is left, as in `distillation/distiller.py`.
     """
     config = work.config
     if config.teacher.resident_microbatches != "auto":

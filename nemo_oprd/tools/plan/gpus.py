@@ -39,7 +39,7 @@ GPUS = {
 
 
 def gpu_with(name: str, memory_gb: float | None) -> Gpu:
-    """A GPU of `GPUS`; with `memory_gb`, of so many GB (10^9 bytes) in place of its own."""
+    """Returns a GPU of `GPUS`; `memory_gb` replaces its memory, in GB of 10^9 bytes."""
     gpu = GPUS[name]
     if memory_gb is None:
         return gpu
@@ -57,7 +57,7 @@ class Cluster:
     """The GPUs of a run: one rank per GPU.
 
     Attributes:
-        layers: whose kernels the layers have.
+        layers: the implementation of the models' layers.
     """
 
     ranks: int

@@ -38,7 +38,7 @@ class LayerBytes:
         kept: saved for the backward pass.
         core: what selective recomputation of attention saves of `kept`; negative where it keeps more than it drops.
         input: the layer's input, all that full recomputation keeps.
-        backward: gradients that are alive when the layer's backward pass begins; afterwards `kept` shrinks faster.
+        backward: gradients alive when the layer's backward pass begins; later `kept` shrinks faster than they grow.
         norm: tensors of the backward pass of the final norm.
     """
 
@@ -50,10 +50,10 @@ class LayerBytes:
 
 
 def dense_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) -> float:
-    """Values per token that a feed-forward block without experts keeps for its backward pass, or has in its forward.
+    """Values per token that a block without experts keeps for its backward pass, or has alive in its forward pass.
 
-    With SwiGLU both products of the first matrix and the second one's input, 3 F, and in the forward pass the SiLU, too
-    (`megatron.swiglu`). Otherwise also what the activation makes of both: 5 F; without a gate 3 F.
+    With SwiGLU (`megatron/swiglu.py`) it keeps both products of the first matrix and the second matrix's input, 3 F;
+    its forward pass also has the SiLU, 4 F. With another gate the activation's results are added, 5 F; without, 3 F.
     """
     products = (3 if kept else 4) if spec.swiglu else 5 if spec.gated else 3
     return products * spec.ffn_size / layout.tensor
@@ -62,11 +62,11 @@ def dense_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) -> float
 def feed_forward_values(
     spec: ModelSpec, layout: Layout, kept_by: Layers = "transformer_engine", *, kept: bool = True
 ) -> float:
-    """Values per token that the feed-forward block of a layer makes on a rank, for the larger kind of layer.
+    """Returns values per token of a layer's feed-forward block on a rank, of the larger kind of layer.
 
-    In a layer with experts each token is in K of them, 5 F each, with its state before and after, if tokens spread
-    evenly. Of these Megatron's local experts keep the state before, and the product with and without the token's
-    weight. `kept`: what is kept for the backward pass; False: what the forward pass has alive.
+    In a layer with experts each token visits K of them, spread evenly; a visit has 5 F + 4 D values with Transformer
+    Engine, 6 F + D with Megatron's local experts, 7 F + 3 D for experts with biases.
+    `kept`: the values that are kept for the backward pass; False: those that the forward pass has alive.
     """
     dense = dense_values(spec, layout, kept=kept)
     if spec.experts is None:
@@ -82,7 +82,7 @@ def feed_forward_values(
 
 
 def shared_expert_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) -> float:
-    """Values per token of the expert that all tokens visit: its output, and what is kept for its backward pass."""
+    """Values per token of the expert that all tokens visit: its output and, if `kept`, what its backward pass needs."""
     if spec.experts is None or not spec.experts.shared_ffn_size:
         return 0.0
     output = spec.hidden_size / (layout.tensor if layout.sequence else 1)
@@ -90,16 +90,16 @@ def shared_expert_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) 
 
 
 def routed_values(spec: ModelSpec) -> float:
-    """Values per token, of two bytes, of the places that a token has among the visits of experts.
+    """Returns values of two bytes per token of the map from tokens to rows of experts.
 
-    Those of Transformer Engine's kernel, with which Megatron-Bridge's models move tokens: two integers of four bytes
-    per expert.
+    Only models that Megatron-Bridge builds have one, for Transformer Engine's kernel: two integers of four bytes per
+    expert, and one more.
     """
     return 0.0 if spec.experts is None or spec.family.own else 2.0 * (2 * spec.experts.count + 1)
 
 
 def attention_widths(spec: ModelSpec, tensor: int) -> tuple[float, float]:
-    """Channels of the queries, and of keys or values, on one of `tensor` ranks; of latent attention for every head."""
+    """Returns channels of queries, and of keys or values (with latent attention: of all heads), on a tensor rank."""
     if spec.latent is not None:
         return (spec.num_heads * (spec.latent.plain + spec.latent.rotated) / tensor,) * 2
     if spec.layer_heads:  # of the layer that has most
@@ -200,7 +200,7 @@ def transient_bytes(layers: int, each: LayerBytes, recompute: str, method: str, 
 ROW_TENSORS = 5
 # `DivergenceEntry.live_tensors` of a divergence that is only measured
 WATCHED_TENSORS = (2, 1, 1)
-# what Transformer Engine gives a product on Hopper and later to work in, and each stream of experts' products
+# bytes of a workspace for products on Hopper and later, and the streams for experts' products, with one each
 CUBLAS_WORKSPACE = 32 * 2**20 + 1024
 GROUPED_STREAMS = 4
 
@@ -241,7 +241,7 @@ def student_parameters(work: Workload, layout: Layout, pipeline: int) -> StagePa
 
 
 def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
-    """Weights, gradients (float32) and AdamW's state of the student on a rank of stage `pipeline`."""
+    """Bytes of the student's weights, gradients (float32) and AdamW state on a rank of stage `pipeline`, by part."""
     count = student_parameters(work, layout, pipeline)
     # a float32 copy of the weights where they are bfloat16, and two moments
     state = 12 if work.value_bytes < 4 else 8
@@ -270,8 +270,8 @@ def projector_parameters(work: Workload, layout: Layout, pipeline: int) -> int:
 def buffers(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, float]:
     """Buffers that Megatron keeps between steps on a rank of stage `pipeline`: name -> bytes.
 
-    Sequence parallelism gathers states into one buffer for all layers, where Transformer Engine makes a tensor each
-    time, and a stage keeps the last state that came from the one before.
+    With sequence parallelism, Megatron's local layers gather states into one buffer for all layers; Transformer Engine
+    makes a new tensor each time. A stage keeps the last state that it received from the stage before.
     """
     state = work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
     split = layout.tensor if layout.sequence else 1
@@ -309,7 +309,7 @@ def engine_buffers(work: Workload, layout: Layout, *, trains: bool, teaches: boo
 
 
 def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
-    """Bytes of the teachers' weights on a rank of their stage `pipeline`; with `teacher.offload` of the largest."""
+    """Bytes of the teachers' weights on a rank of stage `pipeline`; with offload, of the largest teacher only."""
     each, averages = [], TEACHER_KINDS[work.config.teacher.weights].averages
     # beside weights in bfloat16 the average is held in float32
     value_bytes = work.value_bytes + (4 if averages and work.value_bytes < 4 else 0)
@@ -331,11 +331,11 @@ def rows_on_rank(work: Workload, layout: Layout, rows: int, at: Coordinates | No
     """Supervised rows in the hidden state of a microbatch on the rank at `at`; None: on the rank with most of them.
 
     Ranks that share a pack hold very different numbers of rows, because these are consecutive tokens of a response, not
-    a sample of all. Under sequence parallelism a tensor rank holds consecutive tokens of the pack: of one sequence of
-    18,432 tokens on four tensor ranks the last one holds all of the last 2,000, the others none, and with them neither
-    targets nor injected gradients (1.5 GB of a Qwen3-4B's last stage). Of a pack of two sequences the second and the
-    fourth hold one half each. Without sequence parallelism every tensor rank holds all rows. A context rank c of C
-    holds the chunks c and 2 C - 1 - c of every sequence (zig-zag).
+    a sample of all. Under sequence parallelism a tensor rank holds consecutive tokens of the pack. Example, on four
+    tensor ranks: if the pack is a sequence of 18,432 tokens, the last rank holds all of its last 2,000 rows, and the
+    others hold no rows, targets or injected gradients (1.5 GB on Qwen3-4B's last stage); if it is two sequences, the
+    second and the fourth rank hold half of the rows each. Without sequence parallelism every tensor rank holds all
+    rows. A context rank c of C holds the chunks c and 2 C - 1 - c of every sequence (zig-zag).
 
     Args:
         rows: per response; its last ones, or its first ones with `loss.representation.positions=first_k`.
@@ -381,9 +381,9 @@ def target_bytes(work: Workload, layout: Layout, pipeline: int, at: Coordinates 
 def update_memory(
     work: Workload, layout: Layout, pipeline: int, at: Coordinates | None = None, *, layers: Layers
 ) -> dict[str, dict[str, float]]:
-    """Moment of an update on a rank of stage `pipeline` (output loss, backward pass of a layer) -> part -> bytes.
+    """Returns moment ("update": backward pass of a layer; "output loss") -> part -> bytes, on a rank of `pipeline`.
 
-    All activations are there when the backward pass begins. `at` is as in `rows_on_rank`.
+    All activations are in memory when the backward pass begins. `at` is as in `rows_on_rank`.
     """
     student, spec, batches = work.config.student, work.student, work.on(layout)
     tokens = batches.tokens / layout.context
@@ -408,7 +408,7 @@ def update_memory(
 
 
 def injection_bytes(work: Workload, rows: float, state: float) -> float:
-    """Bytes while the gradient of a layer's loss is added: the gradient twice, and a chunk of rows in float32.
+    """Bytes while the gradient of a layer's loss is added: the state's gradient twice, and a chunk of rows.
 
     Args:
         rows: those of a microbatch on the rank.
@@ -439,10 +439,10 @@ def captured_bytes(
     *,
     exact: bool = False,
 ) -> float:
-    """Bytes of the rows of `teachers` that the teacher's rank at `at` keeps for one wave, until they are sent.
+    """Bytes of the rows that the rank at `at` keeps for one wave until it sends them; the most of any of `teachers`.
 
     Args:
-        exact: of its tensor and context rank; otherwise of the ones with most rows.
+        exact: count the rows of this tensor and context rank; otherwise those of the rank with most rows.
     """
     # a rank keeps the rows that it sends: with sequence parallelism those that it holds, otherwise an equal part
     parts = 1 if teacher.sequence else teacher.tensor
@@ -474,7 +474,7 @@ def _wave(work: Workload, student: Layout) -> int:
 def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: float, targets: float) -> float:
     """Bytes on a rank while `captured` bytes are sent and `targets` bytes arrive, a few layers at a time.
 
-    What was sent is freed; the layers under way are there twice, and three times where they come from another rank.
+    What was sent is freed; the layers under way are in memory twice, or three times if they come from another rank.
     """
     each = work.teachers[0]
     rows = _wave(work, student) * work.rows
@@ -500,7 +500,7 @@ def teacher_forward(work: Workload, teacher: Layout) -> float:
 
 
 def forward_bytes(spec: ModelSpec, layout: Layout, value_bytes: int) -> float:
-    """Bytes per token that a forward pass without gradients has alive at a time: in the MLP or attention of a layer."""
+    """Returns the most bytes per token alive in a forward pass without gradients, in a layer's MLP or attention."""
     d = spec.hidden_size / (layout.tensor if layout.sequence else 1)
     q, kv = attention_widths(spec, layout.tensor)
     attention = 2 * d + max((7 if spec.output_gate else 5) * q + 6 * kv, delta_net_values(spec) / layout.tensor)

@@ -50,7 +50,7 @@ class StepFlops:
 
 
 def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
-    """The operations of a step, recomputation included."""
+    """The operations of a step, full recomputation included."""
     spec, length = work.student, work.needed
     tokens = float(work.responses * length)
 
@@ -113,7 +113,7 @@ class StepBytes:
 
 
 def step_bytes(work: Workload, student: Layout) -> StepBytes:
-    """The bytes of the student's ranks, without what a teacher's forward pass moves between the teacher's."""
+    """The bytes that the student's busiest rank receives, without those between the ranks of a teacher."""
     batches, spec, e = work.on(student), work.student, work.value_bytes
     tokens = float(batches.count * batches.tokens) / student.context
     stage = max((student_parameters(work, student, p) for p in range(student.pipeline)), key=lambda each: each.all_held)

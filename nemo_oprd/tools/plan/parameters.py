@@ -23,7 +23,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """Parameters of one layer: split over tensor ranks, and whole on each; `products` of both are in products."""
+    """Parameters of a layer: split over tensor ranks, and whole on each; `products` of both are in matrix products."""
 
     split: int
     whole: int
@@ -67,7 +67,7 @@ def attention_parameters(spec: ModelSpec, layer: int) -> AttentionParameters:
 
 
 def attention_flops(spec: ModelSpec, layer: int, length: float, *, causal: bool = True) -> float:
-    """Operations per token of layer `layer` (1-based) between tokens, in a sequence of `length` tokens, forward.
+    """Forward operations per token of attention among `length` tokens, without its weights, in layer `layer` (1-based).
 
     Args:
         causal: count what a kernel for causal attention computes; False counts the whole square.
@@ -89,7 +89,7 @@ def attention_flops(spec: ModelSpec, layer: int, length: float, *, causal: bool 
 
 
 def all_attention_flops(spec: ModelSpec, depth: int, length: float, *, causal: bool = True) -> float:
-    """As `attention_flops`, of layers 1 to `depth`."""
+    """The sum of `attention_flops` over layers 1 to `depth`."""
     return sum(attention_flops(spec, layer, length, causal=causal) for layer in range(1, depth + 1))
 
 
@@ -112,8 +112,8 @@ def delta_net_values(spec: ModelSpec) -> float:
 def delta_net_backward_values(spec: ModelSpec) -> float:
     """Values per token that a delta net's backward pass has alive beside what it keeps; negative: it has freed more.
 
-    In the rule: states before each chunk and their gradients, keys, values and gradients of both. The output's gate
-    and norm are done by then.
+    Most are alive in the delta rule: states before each chunk and their gradients, keys, values and gradients of both.
+    The backward passes of the output's gate and norm are done by then.
     """
     if spec.delta is None:
         return 0.0
@@ -139,7 +139,7 @@ def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
 
 
 def capped_score_bytes(spec: ModelSpec, tensor: int, *, backward: bool) -> float:
-    """Bytes per token of the scores of some queries, where products are bounded and no fused kernel computes them.
+    """Bytes per token of the scores of `CAPPED_QUERIES` queries with a soft cap, which no fused kernel computes.
 
     Per score, counted in bfloat16 on a CPU: 14.3 bytes in a forward pass, 16.3 in a backward pass, which computes them
     again.

@@ -84,7 +84,7 @@ def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *,
 
 
 def _under_way(work: Workload, demand: Demand) -> Demand:
-    """The responses that servers sample between two updates where long responses go on over several of them."""
+    """Returns `demand` times the number of steps whose responses servers sample at the same time (`rollout.mode`)."""
     rollout, parts = work.config.rollout, 1
     if rollout.mode == "segments":  # responses of mean length
         parts = -(-demand.mean // rollout.tokens_per_segment)
@@ -100,7 +100,7 @@ def _per_group(demand: Demand, groups: Groups) -> int:
 def _in_process(
     work: Workload, demand: Demand, groups: Groups, left: float
 ) -> tuple[int, dict[str, float], str | None]:
-    """`SamplingCost`'s (at_a_time, parts, problem)."""
+    """Returns `SamplingCost`'s (at_a_time, parts, problem) for the in-process engine."""
     rollout, spec = work.config.rollout, work.student
     length = min(work.prompt + demand.longest, spec.max_positions)
     layout = Layout(tensor=rollout.tensor, expert=rollout.expert)
@@ -137,7 +137,7 @@ def rollout_copy(work: Workload) -> float:
 def _with_servers(
     work: Workload, demand: Demand, kind: EngineKind, groups: Groups, gpu: Gpu
 ) -> tuple[int, dict[str, float], str | None]:
-    """`SamplingCost`'s (at_a_time, parts, problem)."""
+    """Returns `SamplingCost`'s (at_a_time, parts, problem) for servers."""
     spec = work.student
     share = groups.memory * gpu.memory
     weights = model_parameters(spec) * work.value_bytes / groups.gpus
@@ -162,8 +162,8 @@ def _with_servers(
 def _token_seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, groups: Groups) -> float:
     """Seconds of a decoding step of `batch` responses at a time on one group of GPUs.
 
-    Reading the weights and the cached keys and values bounds a token, or starting its operations where they are started
-    one by one (in the trainer's processes).
+    It takes as long as reading weights and caches; in the trainer's processes at least as long as starting its
+    operations one by one or, for families without a cache, as computing whole sequences again.
     """
     spec, e = work.student, work.value_bytes
     weights = model_parameters(spec) * e / groups.gpus

@@ -62,7 +62,7 @@ class Servers:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers."""
+        """Returns all fields."""
         return asdict(self)
 
     def finding(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def server_count(config: Config, number: int, students: int) -> int:
 
 
 def sent_per_row(config: Config, number: int, teacher: TeacherWork, value_bytes: int) -> tuple[int, int]:
-    """(Bytes per row and layer that leave a server, layers): projected by a bridge, but not by shared servers."""
+    """Returns (bytes per row and layer, layers) that leave a server; `endpoints` send rows that no bridge projected."""
     projects = config.teacher_sources[number].bridge not in (None, "full_width")
     if projects and not config.teacher_endpoints(number):
         return teacher.width * teacher.value_bytes, len(teacher.pairs)  # a map for each layer of the student
@@ -145,7 +145,7 @@ def output_row_bytes(teacher: TeacherWork, work: Workload) -> int:
 
 
 def served_flops(teacher: TeacherWork, work: Workload) -> float:
-    """Operations of a step's sequences of one teacher; a server computes all layers, and the head if it is needed."""
+    """Returns a served teacher's operations per step: all layers, and the head if it sends log-probabilities."""
     model, length = teacher.served, work.needed
     assert model is not None
     share = work.responses / len(work.teachers)

@@ -22,7 +22,7 @@ from nemo_oprd.run.resolve import ResolvedTeacher, RunModels
 from nemo_oprd.runtime.files import read_json
 from nemo_oprd.tools.plan.parameters import expert_parameters, model_parameters
 
-# The sizes of a model that vLLM servers compute, whose family need not be one of this project.
+# The sizes of a model that runs on vLLM servers, whose family need not be one of this project.
 #
 # Parameters are counted in the headers of the weight files, and where there are none, by the shape of one of this
 # project's families. Caches and attention follow from names that families share.
@@ -39,7 +39,7 @@ _ALL_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that servers compute.
+    """The sizes of a model that runs on servers.
 
     Attributes:
         parameters: of the whole model.
@@ -69,7 +69,7 @@ class ServedModel:
 
 
 def served_model(directory: Path, spec: ModelSpec) -> ServedModel:
-    """The numbers of the model in `directory`, whose spec has only depth, width and vocabulary.
+    """Returns the sizes of the model in `directory`, whose spec has only depth, width and vocabulary.
 
     Raises:
         ValueError: there are no weight files, and the family is none of this project's.
@@ -139,7 +139,7 @@ class TeacherWork:
         depth: the deepest layer that it computes.
         head: whether it computes log-probabilities with its own head.
         sends_states: whether it sends final hidden states for the output loss.
-        served: its numbers, if vLLM servers compute it.
+        served: its sizes, if it runs on vLLM servers.
     """
 
     spec: ModelSpec
@@ -183,12 +183,12 @@ class Workload:
 
     @property
     def own_teachers(self) -> tuple[TeacherWork, ...]:
-        """The teachers that ranks of the job compute."""
+        """The teachers that run on ranks of the job."""
         return tuple(teacher for teacher in self.teachers if teacher.served is None)
 
     @property
     def served_teachers(self) -> tuple[TeacherWork, ...]:
-        """The teachers that vLLM servers compute."""
+        """The teachers that run on vLLM servers."""
         return tuple(teacher for teacher in self.teachers if teacher.served is not None)
 
     @property
@@ -202,9 +202,9 @@ class Workload:
         return self.config.loss.representation.final_norm and self.student.num_layers in self.layers
 
     def on(self, layout: Layout) -> Microbatches:
-        """The microbatches of one data-parallel rank of `layout`, the one with the most responses.
+        """The microbatches of the data-parallel rank of `layout` with the most responses.
 
-        It has whole responses; those of each teacher are divided over the ranks, and packed, on their own.
+        A rank has whole responses; those of each teacher are divided over the ranks, and packed, separately.
         """
         per_rank = [-(-share // layout.data) for share in self.shares]
         per_pack = min(per_rank[0], max(1, self.config.train.tokens_per_microbatch // self.needed))
@@ -212,9 +212,9 @@ class Workload:
         return Microbatches(per_pack, count, sum(per_rank), self.needed, self._resident(layout, count))
 
     def _resident(self, layout: Layout, count: int) -> int:
-        """The number of `count` microbatches whose targets are in memory at a time (`BatchPlan.group_numbers`).
+        """Returns how many of `count` microbatches have targets in memory at a time (`BatchPlan.group_numbers`).
 
-        With `teacher.resident_microbatches=auto` all of a step, see `estimate._with_waves`.
+        All of a step with `teacher.resident_microbatches=auto`, which `estimate._with_waves` replaces by a number.
         """
         setting = self.config.teacher.resident_microbatches
         if not isinstance(setting, int):
@@ -244,9 +244,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """Responses per microbatch, microbatches and responses of one data-parallel rank, and tokens of a sequence.
+    """Microbatches of one data-parallel rank: `per_pack` responses each, `responses` in all, `needed` tokens of each.
 
-    `resident` microbatches pass through the pipeline at a time, a group with its targets.
+    `resident` of the `count` microbatches form a group, which passes through the pipeline with its targets in memory.
     """
 
     per_pack: int
@@ -334,7 +334,7 @@ def _teacher(
 
 
 def bridge_rank(config: Config, directory: str, *widths: int) -> int:
-    """The rank of a bridge between models of these widths; the configured one where the bridge is not made yet."""
+    """The rank of a bridge; before the bridge is made, `bridge.rank`, or the smallest of the widths for `auto`."""
     manifest = Path(directory) / "bridge.json"
     if manifest.is_file():
         return int(read_json(manifest, "a manifest that fit-bridge wrote", "copy it again")["rank"])

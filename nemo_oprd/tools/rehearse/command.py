@@ -35,7 +35,7 @@ Messages = list[dict[str, Any]]
 
 
 def disagreements(found: dict[int, dict[str, Any]]) -> list[str]:
-    """One line per pair of ranks that do not agree, which names both sides of the first difference.
+    """Returns lines on ranks that disagree: each pair's first difference in every group, and in messages either way.
 
     `found`: rank -> the report of its process.
     """
@@ -58,9 +58,9 @@ def _in_order(seen: dict[str, Any]) -> Messages:
 
 
 def _collectives(messages: Messages, ranks: tuple[int, ...], partner: int, *, is_mirrored: bool = False) -> Messages:
-    """The collectives of a group; of an uneven all-to-all only the rows from `partner` and those to it.
+    """Returns the collectives of a group; of an uneven all-to-all only the numbers of rows from and to `partner`.
 
-    If mirrored, in the order in which the partner itself receives and sends them.
+    `is_mirrored` swaps the two numbers, so that they compare with those of the partner.
     """
     found = []
     for message in messages:
@@ -170,9 +170,9 @@ PLANNED: dict[str, tuple[str, ...]] = {
     "update": ("update", "output loss"),
     "optimizer": ("optimizer",),
 }
-# the same of phases around the steps
+# phase around the steps -> the phases of `plan` that it passes through
 AROUND: dict[str, tuple[str, ...]] = {"generation": ("rollout",)}
-# phase of building -> what it adds to what is there, of `plan`'s parts that are always there
+# phase of building -> the parts of `plan` that it adds, of those that stay in memory
 BUILT = {
     "build engine": ("rollout copy",),
     "build student": ("weights",),
@@ -181,14 +181,14 @@ BUILT = {
 }
 # all phases of a step
 STEP = ("step", *PLANNED)
-# parts of a run around its steps -> what a rehearsal of them is; see phases.py and phases.py
+# parts of a run around its steps (phases.py) -> what is rehearsed of them
 PARTS = {
     "check": "the check of an engine's log-probabilities",
     "generation": "some tokens of the in-process engine",
     "weights": "weights on their way to the engine",
     "checkpoint": "saving and loading a checkpoint, without files",
 }
-# those of `host_values.py`, which needs torch
+# the loads of `host_values.py`, which needs torch
 EXPERTS_LOADS = ("balanced", "one-rank")
 
 
@@ -230,11 +230,10 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints one line per finding; returns 1 if a rank would fail or does not fit, else 0.
+    """Prints the report; returns 1 if a rank would fail or does not fit, or if ranks disagree, else 0.
 
     Raises:
-        ValueError: the configuration, a model or the number of ranks is wrong, or a compiler or the files of
-            Transformer Engine are not there.
+        ValueError: the configuration, a model or an option is wrong, or a compiler or Transformer Engine is missing.
     """
     file = json_file(options, r'\{\s*"ranks":')
     config = config_of(options)
@@ -333,6 +332,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
 
     Raises:
         ValueError: the rehearsal can't be carried out here, or the configuration is wrong.
+        RuntimeError: the process ended without a report.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -426,7 +426,7 @@ def planned_bytes(kind: RankKind, phase: str, run_spec: RunSpec) -> float | None
 
 
 def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
-    """(A line of the report, whether it makes the rehearsal fail)."""
+    """Yields (a line of the report, whether it makes the rehearsal fail)."""
     yield f"rank {one['rank']} ({one['role']}), {one['seconds']:.0f} s:", False
     for name, phase in one["phases"].items():
         measured, said = phase["measured_bytes"], phase["planned_bytes"]

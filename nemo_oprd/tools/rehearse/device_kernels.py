@@ -82,7 +82,7 @@ def _choose_attention() -> None:
 
 
 def _move_modules() -> None:
-    """Makes `Module.to` move tensors of other devices; the recorder's weak references forbid to swap tensors."""
+    """Makes `Module.to` move tensors of other devices: torch can't swap tensors with the recorder's weak references."""
     general = torch.nn.Module.to
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -106,7 +106,7 @@ def _move_modules() -> None:
 def _read_scalars() -> None:
     """Makes the recorder see that `torch.tensor([scalars on the device])` reads them one by one.
 
-    A list of a tensor is one copy to the host; fake tensors read its numbers one by one.
+    `tolist` of a tensor is one copy to the host, but that of a fake tensor would read the numbers one by one.
     """
     one_by_one = FakeTensor.tolist
 
@@ -126,7 +126,7 @@ def _read_scalars() -> None:
 
 
 def known_shapes() -> None:
-    """Makes pipeline stages take shapes from the schedule's microbatches instead of sending them as data."""
+    """Makes pipeline stages take shapes from the schedule's microbatches; those that are still sent stay unread."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from nemo_oprd.megatron import pipeline_schedule

@@ -163,7 +163,7 @@ HOST = "host memory"
 
 
 def join(rank: int, ranks: int, gpus_per_node: int) -> None:
-    """Makes this process rank `rank` of `ranks`. Collectives change nothing; those of objects return the own object."""
+    """Makes this process rank `rank` of `ranks`. Collectives change nothing; gathered objects are this rank's own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(gpus_per_node))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 

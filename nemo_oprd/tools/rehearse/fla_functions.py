@@ -33,7 +33,7 @@ def install() -> None:
 
 
 def l2norm(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """[..., K] -> the same."""
+    """Stands in for the L2 norm over K: [..., K] -> an empty tensor of this shape and dtype."""
     normed: torch.Tensor = _Norm.apply(x)
     return normed
 
@@ -46,7 +46,7 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """x [B, S, C], a part of a wider product, which is kept whole; weight [C, W] -> ([B, S, C], None)."""
+    """Stands in for a convolution: x [B, S, C], a kept view of a wider product; weight [C, W] -> ([B, S, C], None)."""
     if bias is not None:
         raise ValueError("a convolution with a bias, which no family has; expected none: remove the bias")
     return _Convolution.apply(x, weight, _chunks(x, cu_seqlens)), None
@@ -62,12 +62,12 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """q, k [B, S, H, K], v [B, S, H, V], g and beta [B, S, H] -> ([B, S, H, V], None)."""
+    """Stands in for the rule: q, k [B, S, H, K], v [B, S, H, V], g and beta [B, S, H] -> ([B, S, H, V], None)."""
     return _DeltaRule.apply(q, k, v, g, beta, _chunks(q, cu_seqlens)), None
 
 
 def _chunks(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
-    """Chunks of all sequences, at most: each of the N sequences may end with one that is not full."""
+    """Returns the most chunks that all sequences can have: each of the N sequences may end with a partial chunk."""
     return x.shape[1] // _CHUNK + (1 if cu_seqlens is None else len(cu_seqlens) - 1)
 
 

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 # Larger tensors have no twin: they hold weights, states and gradients.
 LARGEST = 1 << 17
-# Those of integers are indices and masks, such as which of many experts a token visits.
+# The limit for integers and booleans: indices and masks, such as which of many experts a token visits.
 LARGEST_OF_INTEGERS = 1 << 24
 _NO_NUMBERS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 # after these every rank has what this rank gave, as far as it is known here
@@ -37,7 +37,7 @@ class HostValues:
         self._of_storage: dict[int, list[WeakIdRef]] = defaultdict(list)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The twin of a tensor; a tensor in host memory is its own one."""
+        """Returns the twin of a tensor, which for a real tensor in host memory is itself; None if there is none."""
         if tensor.device.type != "cuda" and type(tensor) is torch.Tensor:
             return tensor
         found: torch.Tensor | None = self._twins.get(tensor)
@@ -52,7 +52,7 @@ class HostValues:
             return torch.equal(twins[0], twins[1])
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Repeats an operation on fake tensors on the twins of their arguments."""
+        """Repeats an operation on the twins of its arguments, and keeps the results as twins of `out`."""
         written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         mutates = func._schema.is_mutable
         if not written or any(map(_is_large, written)):
@@ -85,7 +85,7 @@ class HostValues:
             self._twins[tensor] = twin
 
     def collective(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """Updates the twins after a collective or a message on these tensors."""
+        """Ends the twins of a collective's tensors, except for reductions, broadcasts and sends, which keep them."""
         if name not in _AGREED and name != "send":
             self._end_if(True, tensors)
 

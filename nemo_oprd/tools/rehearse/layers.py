@@ -29,36 +29,36 @@ if TYPE_CHECKING:
 # Loads Transformer Engine's own Python layer: the files of its wheel, on functions that compute nothing.
 #
 # The wheel `transformer-engine` holds Python files only; what it calls, `transformer_engine_torch`, is compiled against
-# CUDA. `te_functions.py` takes its place. The files are changed nowhere: what they import and never run here is absent
-# (triton, onnx, ...), and gets a stand-in while they are imported.
+# CUDA. `te_functions.py` takes its place. The files are not changed: packages that they import but never run here
+# (triton, onnx, ...) get stand-ins during the import, if they are not installed.
 
 
 # the environment variable by which a user names a folder with the files
 FOLDER_VARIABLE = "NEMO_OPRD_TE_FILES"
-# Megatron-core before -> the versions that it accepts, as in pyproject.toml, and the one that is tested
+# Megatron-core below this version, the versions of the files that it accepts (pyproject.toml), and the tested one
 _ACCEPTED = (("0.17", ">=2.10,<2.12", "2.11.0"), ("1000", ">=2.10", "2.20.2"))
 # imported by the files, and run for FP8, ONNX and debugging only
 _NEVER_RUN = ("nvdlfw_inspect", "onnx", "onnxscript", "triton")
 
 
 def folder() -> Path:
-    """The folder of Transformer Engine's wheel: in the user's cache, or the one that the variable names."""
+    """The folder of Transformer Engine's files: `FOLDER_VARIABLE`, or a folder in the user's cache."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     return Path(chosen) if chosen else cache_directory() / f"transformer_engine-{accepted()[1]}"
 
 
 def accepted() -> tuple[SpecifierSet, str]:
-    """The versions that the installed Megatron-core accepts, and the one of them that is tested."""
+    """Returns the versions of Transformer Engine that the installed Megatron-core accepts, and the tested one."""
     core = Version(importlib.metadata.version("megatron-core"))
     specifier, tested = next((row[1:] for row in _ACCEPTED if core < Version(row[0])), _ACCEPTED[-1][1:])
     return SpecifierSet(specifier), tested
 
 
 def version() -> str:
-    """The version of the files.
+    """Returns the version of Transformer Engine's files in `folder`.
 
     Raises:
-        ValueError: they are not there, or Megatron-core does not accept their version; the line says how to get them.
+        ValueError: there are no files, or Megatron-core refuses their version; the message says how to get them.
     """
     found = [each.version for each in importlib.metadata.distributions(path=[str(folder())]) if _is_it(each)]
     wanted, tested = accepted()
@@ -77,7 +77,7 @@ def _is_it(distribution: importlib.metadata.Distribution) -> bool:
 
 
 def install(functions: types.ModuleType) -> None:
-    """Imports the files with `functions` in place of `transformer_engine_torch`; before Megatron is imported.
+    """Imports Transformer Engine with `functions` as `transformer_engine_torch`; call it before importing Megatron.
 
     Raises:
         ValueError: as `version`.
@@ -105,7 +105,7 @@ def install(functions: types.ModuleType) -> None:
 
 
 def _without_libraries() -> Any:
-    """Imports `transformer_engine.common`, which loads the compiled part, before the package that needs it."""
+    """Returns `transformer_engine.common`, imported without its package, and kept from loading the compiled part."""
     package = types.ModuleType("transformer_engine")
     package.__path__ = [str(folder() / "transformer_engine")]
     sys.modules["transformer_engine"] = package
@@ -136,13 +136,13 @@ class _Absent(importlib.machinery.PathFinder):
     def find_spec(  # type: ignore[override]
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A spec whose module has every attribute."""
+        """Returns a spec of a module that has every attribute; None for other packages."""
         if fullname.partition(".")[0] not in self._names:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """A module whose attributes are all there."""
+        """Returns a module that has every attribute."""
         return _Anything(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -150,7 +150,7 @@ class _Absent(importlib.machinery.PathFinder):
 
 
 class _Anything(types.ModuleType):
-    """Stands in for every attribute: a decorator, a base class, and a call's result."""
+    """A module with every attribute; each works as a decorator, as a base class, and as the result of its call."""
 
     __version__ = "0"
 
@@ -177,11 +177,11 @@ NAMES: dict[Choice, Layers] = {"local": "local", "te": "transformer_engine"}
 
 
 def check(choice: Choice, config: Config) -> None:
-    """Before anything is started.
+    """Checks the choice of layers before anything is started.
 
     Raises:
-        ValueError: the layers are Transformer Engine's, and a job would not take them, or their files are not here; or
-            they are not, and Megatron-Bridge builds a model, which has no others.
+        ValueError: the choice is `te`, but a job would not take Transformer Engine's layers, or their files are not
+            here; or it is another one, but Megatron-Bridge builds a model, always with Transformer Engine's layers.
     """
     provided = provided_models(config)
     if choice != "te":
@@ -210,9 +210,9 @@ def provided_models(config: Config) -> list[str]:
 
 
 def make_bridge_importable(choice: Choice, config: Config) -> None:
-    """Lets Megatron-Bridge read configs in the command's own process, for which it imports Transformer Engine.
+    """Lets Megatron-Bridge, which imports Transformer Engine, read configs in the command's own process.
 
-    Where it is not installed, the files that a rank's process takes stand in for it here, too.
+    If Transformer Engine is not installed, its Python files are imported with stand-ins, as in a rank's process.
     """
     if choice == "te" and provided_models(config) and find_spec("transformer_engine") is None:
         from nemo_oprd.tools.rehearse.te_functions import Functions

@@ -1,7 +1,7 @@
-"""The parts of a run around its steps, each in a phase of its own: building, sampling, weights for the engine.
+"""The parts of a run around its steps, each in a phase of its own: building, sampling, weights, checkpoints.
 
-Each calls what `train.py` calls. Where a part would leave this process, for a file or for a server, it ends at that
-boundary, and what would leave is counted. Checkpoints are in `phases.py`.
+Each calls what `train.py` calls. Where data would leave this process, for a file or for a server, the part ends at that
+boundary, and the bytes that would leave are counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Injections:
 
     def __init__(self) -> None:
         self.role: Role | None = None
-        self.is_repeated = False  # whether a step went before, with which everything that stays was allocated
+        self.is_repeated = False  # whether an earlier step has allocated everything that stays
         self._counts: Counter[int] = Counter()
         self._layer = 0
 
@@ -265,7 +265,7 @@ def in_process_engine(recorder: Recorder, run: RunSpec, files: Any) -> RolloutEn
 
 
 def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: int, response: int) -> None:
-    """Samples the first batch of a step's responses: the prompts, and `TOKENS` tokens with a cache for all of them."""
+    """Samples `TOKENS` tokens after the prompts of a step's first batch, with a cache for whole responses."""
     from nemo_oprd.rollout import decoding
     from nemo_oprd.rollout import in_process_engine as engine_module
 
@@ -299,7 +299,7 @@ def generate(recorder: Recorder, engine: RolloutEngine, run: RunSpec, prompt: in
 def check_sampling(
     recorder: Recorder, config: Config, files: Any, student: Student, rollouts: list[Rollout], step: int
 ) -> None:
-    """Computes log-probabilities to check an engine that records them, as `train.py`, but compares nothing."""
+    """Computes the log-probabilities by which `train.py` checks an engine that records its own; compares nothing."""
     if RECORDS[config.rollout.engine].no_logprobs is None:
         with recorder.phase("sampling check"), replaced(sampling_check, "compare", lambda *_, **__: {}):
             sampling_check.SamplingCheck(config, files.sampled_ids)(student, rollouts, step)

@@ -17,9 +17,9 @@ class CodeLocation:
     """A line of this package, and the innermost line of a library below it.
 
     Attributes:
-        file: relative to the package's parent, such as nemo_oprd/distillation/step.py; of a library where no line of
-            this package is on the stack (a backward pass).
-        function: its name.
+        file: relative to the package's parent, such as nemo_oprd/distillation/step.py; a library's file if no line of
+            this package is on the stack (in a backward pass).
+        function: the name of the function that holds the line.
         below: FILE:LINE of the library; empty if this package calls torch itself.
         innermost: (file, function) of the innermost line of the two.
     """

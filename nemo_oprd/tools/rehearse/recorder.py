@@ -50,7 +50,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class _Block:
-    """Memory that is in use. `number` counts all blocks."""
+    """Memory that is in use. `number` counts the blocks in the order of their allocation."""
 
     size: int
     place: CodeLocation
@@ -59,7 +59,7 @@ class _Block:
 
 
 class Memory:
-    """The memory in use. `peak` is that of the phase that runs now; `freed` is called with the key of a storage."""
+    """The memory in use. `peak` is that of the current phase; `freed` is called with the key of each freed storage."""
 
     def __init__(self, freed: Callable[[int], None]) -> None:
         self.live = self.most = self.host = 0
@@ -93,7 +93,7 @@ class Memory:
         self._marks.pop(moment, None)
 
     def settled(self, moment: str) -> dict[CodeLocation, int]:
-        """If more is alive than when this moment came last: the lines that allocated what is new, and its bytes."""
+        """Returns line -> its newly allocated bytes, if clearly more is alive than when this moment came last."""
         before, self._marks[moment] = self._marks.get(moment), (self.live, self._count)
         tolerated = 0.0 if before is None else _TOLERATED_GROWTH * before[0]
         if before is None or self.live - before[0] <= tolerated:
@@ -242,9 +242,9 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str, part: str | None = None) -> Iterator[None]:
-        """Counts what happens inside for the phase `name`; what is alive at its begin counts, too.
+        """Counts what happens within the context, and memory that is alive at its start, for the phase `name`.
 
-        It stands for a `PhaseTimer`, which also knows parts of phases; they are counted as their phase.
+        Takes the place of a `PhaseTimer`, which also times `part`s of phases; here they count for their phase.
         """
         before = self.phase_name, self._phase
         self._enter(name, self.phases.setdefault(name, Phase()))
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
         self.memory.begin(phase.peak)
 
     def begin_step(self) -> None:
-        """Forgets what earlier steps waited for, called, started and sent; their peaks count."""
+        """Forgets the waits, calls, kernels and messages of earlier steps; their peaks are kept."""
         self.calls.clear()
         self.memory.forget(BETWEEN_GROUPS)
         for name in STEP_PHASES:
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def invented_host_memory(self) -> Iterator[None]:
-        """Within the context, large tensors in host memory are fake and counted: they hold what is on the device."""
+        """Within the context, large tensors in host memory are fake and counted, as copies of device memory."""
         self._invents_host = True
         try:
             yield
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):
             self._invents_host = False
 
     def settled(self, moment: str) -> None:
-        """Notes a mistake if more is alive than when this moment came last, at the lines that allocated it."""
+        """Notes a mistake at each line with new memory, if clearly more is alive than when this moment came last."""
         for place, size in self.memory.settled(moment).items():
             self.mistake("held-too-long", f"{size:,} bytes that are allocated here are still held {moment}", place)
 
@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _read(self, tensor: torch.Tensor) -> Any:
-        """A number of the device, for the host."""
+        """Returns the number in a tensor: its twin's or an invented one; notes a wait if it is on the device."""
         if tensor.device.type == "cuda":
             self.wait("item(), tolist() or a branch on a tensor")
         twin = self._known.get(tensor)
@@ -347,7 +347,7 @@ class Recorder(TorchDispatchMode):
             return twin.item()
 
     def _counted(self, func: Any, args: Any) -> Any:
-        """Carries out operations whose number of rows depends on data: on the last argument, the only one or a mask."""
+        """Carries out `nonzero` or `masked_select`; the last argument (tensor or mask) gives the number of rows."""
         tensor, counted, finds = args[0], self._known.get(args[-1]), func is aten.nonzero.default
         with _disable_current_modes():
             rows = None if counted is None else int(counted.count_nonzero())
@@ -361,7 +361,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Carries out copies between host and device; None for every other operation."""
+        """Notes waits for copies between host and device; returns a small tensor's copy to the host, else None."""
         if func is aten._to_copy.default:
             source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
         elif func is aten.copy_.default:
@@ -409,7 +409,7 @@ class Recorder(TorchDispatchMode):
             self.mistake("host-tensor", f"{func.overloadpacket.__name__} takes tensors of {named}")
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Notes a collective, and carries it out on one host number, because fake tensors do not know all of them."""
+        """Notes a collective, and runs it on small host tensors, because fake tensors do not support all of them."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
         group = next((found for found in map(_group, tree_leaves((args, kwargs))) if found is not None), None)

@@ -1,4 +1,4 @@
-"""Builds `shim.cpp` once per torch and loads it with torch, of which this module is imported first."""
+"""Builds `shim.cpp` once per version of torch, and loads it before torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMPILERS = ("g++", "clang++", "c++")
 def load() -> None:
     """Imports torch with the shim in it; torch must not be imported yet.
 
-    The shim's hooks register themselves and are there before those of a CUDA build of torch, which finds them in its
-    place. Its device guard comes after torch's.
+    The shim's CUDA hooks register themselves before those of a CUDA build of torch, which leaves them in place. Its
+    device guard is registered after torch's, because the last guard is the one that is used.
 
     Raises:
         ValueError: there is no C++ compiler, or it refuses the source.
@@ -38,7 +38,7 @@ def load() -> None:
 
 
 def build(torch: Path) -> Path:
-    """The compiled shim, from the user's cache folder; it is compiled if it is not there yet.
+    """Returns the path of the compiled shim in the user's cache folder; compiles it if it is not there yet.
 
     Raises:
         ValueError: there is no compiler, or it refuses the source.

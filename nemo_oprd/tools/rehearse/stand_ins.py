@@ -95,7 +95,7 @@ STAND_INS = {
 
 
 def stand_in(place: CodeLocation, dtype: torch.dtype) -> float | int | bool:
-    """The value of a read at `place`.
+    """Returns the stand-in, of this dtype, for a value that the code at `place` reads from the device.
 
     Raises:
         UnknownValue: no stand-in is known there.

@@ -42,7 +42,7 @@ class NotRehearsed(Exception):  # noqa: N818 - a finding, not a fault of this pr
 
 
 class _Enumeration(type):
-    """A class of the compiled module; its members get numbers as they are asked for."""
+    """The class of stand-ins for enumerations of the compiled module; members get numbers when they are first read."""
 
     @property
     def __members__(cls) -> dict[str, int]:
@@ -140,7 +140,7 @@ def get_num_cublas_streams() -> int:
 
 
 def get_fused_attn_backend(*args: Any) -> Any:
-    """Returns cuDNN's attention for any length; since 2.20, which gives one argument, with a reason against it."""
+    """Returns cuDNN's attention for any length; since 2.20, which passes one argument, a pair with an empty message."""
     import transformer_engine_torch as functions
 
     chosen = getattr(functions.NVTE_Fused_Attn_Backend, ATTENTION)
@@ -204,7 +204,7 @@ def rmsnorm_bwd(
 
 
 def _queries_keys_values(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The first tensors with heads among the arguments, whose positions differ between versions."""
+    """Returns the first three tensors with heads among the arguments, whose positions differ between versions."""
     return [each for each in args if isinstance(each, torch.Tensor) and each.ndim >= 3][:3]
 
 
@@ -215,7 +215,7 @@ def _learned_terms(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
-    """The output, the logarithm of each head's sum, the random numbers' state, and a learned term."""
+    """Returns output, log-sum-exps per query and head, random generator's state, and a learned term if there is one."""
     queries, _, values = _queries_keys_values(args)
     out = queries.new_empty((*queries.shape[:-1], values.shape[-1]))
     logarithms = torch.empty(*queries.shape[:-1], 1, dtype=torch.float32, device=queries.device)
@@ -223,7 +223,7 @@ def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
 
 
 def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
-    """The gradients of queries, keys and values, none of a bias, and that of a learned term."""
+    """Returns gradients of queries, keys and values, None for the bias, and a learned term's gradient or None."""
     learned: list[torch.Tensor | None] = [*map(torch.empty_like, _learned_terms(args))]
     return [*map(torch.empty_like, _queries_keys_values(args)), None, *(learned or [None])]
 
@@ -231,50 +231,50 @@ def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
 def multi_tensor_l2norm(
     chunk: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all tensors, and of each."""
+    """Returns the norm [1] of all tensors and, if `per_tensor`, one of each."""
     first = lists[0][0]
     each = len(lists[0]) if per_tensor else 0
     return tuple(torch.empty(size, dtype=torch.float32, device=first.device) for size in (1, each))  # type: ignore[return-value]
 
 
 def multi_tensor_scale(*_: Any) -> None:
-    """Scales in place."""
+    """Stands in for scaling in place; does nothing."""
 
 
 def multi_tensor_scale_tensor(*_: Any) -> None:
-    """Scales in place, by a number on the device."""
+    """Stands in for scaling in place by a number on the device; does nothing."""
 
 
 def multi_tensor_adam(*_: Any) -> None:
-    """Does AdamW's update in place."""
+    """Stands in for AdamW's update in place; does nothing."""
 
 
 def te_general_grouped_gemm(*args: Any) -> Any:
-    """Experts' products, written to the given tensors; returns the biases, or their gradients."""
+    """Stands in for experts' products into given tensors, left as they are; returns the biases or their gradients."""
     return args[7]
 
 
 def thd_read_half_tensor(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    """One of the two chunks of a context rank, of states [s, heads, channels] or [2, s, heads, channels]."""
+    """Returns one of the two chunks of a context rank, of states [s, heads, channels] or [2, s, heads, channels]."""
     axis = tensor.ndim - 3
     return tensor.new_empty([size // 2 if i == axis else size for i, size in enumerate(tensor.shape)])
 
 
 def thd_read_second_half_lse(lse: torch.Tensor, offsets: torch.Tensor, packed: bool, half: int) -> torch.Tensor:
-    """The logarithms [heads, s / 2] of the second chunk."""
+    """Returns log-sum-exps of the second chunk: [heads, half] if `packed`, else [batch, heads, half]."""
     return lse.new_empty((lse.shape[0], half) if packed else (*lse.shape[:2], half))
 
 
 def thd_second_half_lse_correction(*_: Any) -> None:
-    """Adds a partner's keys to the logarithms, in place."""
+    """Stands in for adding a partner's keys to the log-sum-exps in place; does nothing."""
 
 
 def thd_out_correction(*_: Any) -> None:
-    """Adds what a partner's keys give to the output, in place."""
+    """Stands in for adding what a partner's keys give to the output in place; does nothing."""
 
 
 def thd_grad_correction(*_: Any) -> None:
-    """Adds what a partner's queries give to a gradient, in place."""
+    """Stands in for adding what a partner's queries give to a gradient in place; does nothing."""
 
 
 _COUNTED: tuple[Callable[..., Any], ...] = (

@@ -110,7 +110,7 @@ DifferenceCell = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class DifferenceRow:
-    """Two evaluations of one set, or why they can't be compared (`note`); a key of None is that of the other one."""
+    """Two evaluations of a set as (run, label), or why they can't be compared (`note`); run None: that of `after`."""
 
     set_name: str
     after: tuple[Key | None, str]

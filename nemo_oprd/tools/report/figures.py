@@ -34,7 +34,7 @@ def is_share(metric: str) -> bool:
 
 
 def number(metric: str, value: float) -> str:
-    """Shares in percent, diversity with three decimals, the rest with four significant digits."""
+    """Returns a value as text: shares in percent, diversity with three decimals, the rest with about four digits."""
     if not math.isfinite(value):
         return str(value)
     if is_share(metric):

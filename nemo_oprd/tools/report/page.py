@@ -43,7 +43,7 @@ from nemo_oprd.tools.report.tables import (
 
 
 PARALLEL = (("tensor", "TP"), ("pipeline", "PP"), ("virtual_pipeline", "VPP"), ("context", "CP"))
-# whose weights a teacher has that is no model of its own
+# weights of a teacher that is no model of its own -> what the card calls them
 _WEIGHTS = {
     "student": "the student itself, as it is",
     "ema": "the moving average of the student, decay {decay}",
@@ -99,7 +99,7 @@ class _Summary:
 
     @property
     def sentence(self) -> str:
-        """Example: "96 % of the gap closed: 64.3 → 98.6 %, teacher 100.0 %, 6 min 48 s on 2 ranks"."""
+        """The run in words: "96 % of the gap closed: 64.3 → 98.6 %, teacher 100.0 %, 6 min 48 s on 2 ranks"."""
         done, total = self.run.steps[1], self.run.setting("train.steps")
         averages = [(name, metric) for name, metric in validation_names([self.run]) if metric.startswith("avg@")]
         found = [self._of_set(f"val/{name}/", metric) for name, metric in averages]
@@ -111,7 +111,7 @@ class _Summary:
         return unfinished + ", ".join(filter(None, found))
 
     def _of_set(self, prefix: str, metric: str) -> str:
-        """A text on the change of a validation set's average, and of its distance from the teacher's."""
+        """Returns a text on a validation set's average: its change, and the closed part of the teacher's lead."""
         series = self.run.metrics[prefix + metric]
         (first, before), (step, after) = next(iter(series.items())), list(series.items())[-1]
         shares = [f"{100 * value:.1f}" for value in (before, after)]
@@ -160,7 +160,7 @@ class _Summary:
         yield "Versions", ", ".join(self._versions())
 
     def _teachers(self) -> Iterator[tuple[str, str]]:
-        """Yields the teachers: models or weights, the responses that each has, and other input than the student's."""
+        """Yields the teachers: models or weights, data sources, other input than the student's, and engine."""
         run, common = self.run, self.run.config.get("teacher")
         common = common if isinstance(common, dict) else {}
         several = run.setting("teachers")
@@ -192,7 +192,7 @@ class _Summary:
         return f"{path} ({', '.join(filter(None, parts))})"
 
     def _layout(self, role: str) -> str:
-        """The layout as the last start recorded it; without one, the settings above 1. Example: "TP2 PP2 DP1 +SP"."""
+        """A role's layout as recorded ("TP2 PP2 DP1 +SP"), else from the settings; the teacher's with its placement."""
         recorded, layout = self._start.get("layouts"), self.run.setting(f"{role}.parallel")
         placement = _text(self.run.setting("teacher.placement")) if role == "teacher" else ""
         if isinstance(recorded, dict) and role in recorded:
@@ -219,7 +219,7 @@ class _Summary:
 
 
 def _share(source: dict[str, Any]) -> Iterator[str]:
-    """Yields the data sources of one of several teachers, its weight and bridge, and whether servers compute it."""
+    """Yields the data sources of one of several teachers, its weight and bridge, and whether it runs on servers."""
     data_sources = source.get("data_sources")
     yield (
         f"data sources {', '.join(map(str, data_sources))}"
@@ -290,7 +290,7 @@ def write_report(runs: Sequence[Path], output: Path, steps: tuple[int, int] | No
     Returns: `output`; its parent directories are created.
 
     Raises:
-        ValueError: there are no runs, a file is missing or malformed, or a run has no metrics yet.
+        ValueError: `output` is a directory, there are no runs, a file is missing or malformed, or a run has no metrics.
     """
     output = Path(output)
     if output.is_dir():

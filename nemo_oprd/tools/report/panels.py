@@ -1,9 +1,9 @@
-"""The figures of the report: the metrics that they show. Left out: metrics without a figure, which TensorBoard shows.
+"""The figures of the report and the metrics that they show; metrics without a figure are in TensorBoard alone.
 
 The paper's figures are here under their metrics: accuracy over steps, and over training time with the memory of the
 run; response length; cosine similarity over steps and by position; the policy-gradient loss; the overlap of the top-k
-sets; both models' entropies; the cosine of a bridge over its rank. Runs side by side give those that compare methods or
-weights.
+sets; both models' entropies; the cosine of a bridge over its rank. Runs side by side give the paper's figures that
+compare methods or weights.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def timeline_panel(runs: Sequence[Run], steps: tuple[int, int] | None) -> Panel:
 
 
 def shown(intervals: Sequence[Interval], steps: tuple[int, int] | None) -> list[Interval]:
-    """The intervals from the beginning of the first to the end of the last of `steps`, clipped there, from second 0.
+    """Returns the intervals of the first to the last of `steps`, and of sampling meanwhile; second 0 is their start.
 
-    Evaluations and checkpoints between the steps belong to the step before. None: the last `DEFAULT_STEPS` steps.
+    Evaluations and checkpoints between steps belong to the earlier one. `steps` None: the last `DEFAULT_STEPS` ones.
     """
     last = max((each.step for each in intervals), default=0)
     first, last = steps or (max(1, last - DEFAULT_STEPS + 1), last)
@@ -178,7 +178,7 @@ def _lines(title: str, note: str, curves: Curves, axes_too: Draw | None = None, 
 
     Args:
         axes_too: draws more on the axes, after the curves.
-        more: legend entries behind those of the curves.
+        more: legend entries after those of the curves.
     """
 
     def draw(axes: Any) -> None:
@@ -208,7 +208,7 @@ def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
 
 
 def _teachers(runs: list[Run], metric: str) -> list[tuple[Key, float]]:
-    """The teachers' values: one neutral entry if all runs have the same one."""
+    """Returns the teachers' last values with their legend entries; one neutral entry if all values are equal."""
     levels = [(key, list(series.values())[-1]) for key, series in _curves(runs, metric)]
     if len({value for _, value in levels}) == 1:
         return [(Key("teacher", "ink", "dashed"), levels[0][1])]
@@ -252,7 +252,7 @@ def training_minutes(run: Run) -> dict[int, float]:
 
 
 def _accuracy_over_time(runs: list[Run], name: str, metric: str) -> Panel:
-    """The paper's first figure: accuracy over training time; with several runs, circles as large as their memory."""
+    """The paper's first figure: accuracy over training time; with several runs, circle areas show their memory."""
     student, curves = f"val/{name}/{metric}", []
     for i, run in enumerate(runs):
         minutes = {0: 0.0, **training_minutes(run)}

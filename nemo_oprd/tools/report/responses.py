@@ -33,7 +33,7 @@ _FIX = "remove the file"
 class Measure:
     """A value per token: its name in the files, its letter in CSS classes, its heading, and its axis.
 
-    `direction` is -1 where small values are far apart; `logarithmic`: levels are equal steps of the logarithm.
+    `direction` is -1 if smaller values mean farther apart; `logarithmic`: levels are equal steps of the logarithm.
     """
 
     name: str
@@ -163,7 +163,7 @@ def _mean(record: dict[str, Any], name: str) -> float | None:
 
 
 def _largest(records: Sequence[dict[str, Any]]) -> set[int]:
-    """The quarter of each step's responses with the largest mean loss (KL in runs without a representation loss)."""
+    """The quarter of each step's shown responses with the largest mean loss (KL without a representation loss)."""
     name = "rep_loss" if any("rep_loss" in record for record in records) else "kl"
     found: set[int] = set()
     for step in {record["step"] for record in records}:
@@ -233,7 +233,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Sample:
-    """A problem with its responses, in time, the teacher's last.
+    """A problem with its responses, in order of time, the teacher's last.
 
     `kinds` holds the filters that show it: "right" or "wrong", "truncated" of the last response of the student, and
     "changed" if its first one had another grade.
@@ -312,9 +312,9 @@ def _chosen(samples: list[Sample]) -> list[Sample]:
 
 
 def prompt_decoder(run: Run) -> Callable[[list[int]], str]:
-    """Token ids of a prompt -> its text, by the tokenizer of the run's export or of its student.
+    """Returns a function, token ids of a prompt -> its text, by the tokenizer of the run's export or of its student.
 
-    Where neither has a tokenizer.json, the text is the number of tokens: lines of generations hold ids only.
+    If neither has a tokenizer.json, the text tells the number of tokens, because generations hold ids only.
     """
     sources = [run.path / "hf", *(Path(str(run.setting(f"student.{key}") or "")) for key in ("hf_path", "checkpoint"))]
     tokenizer = next((found for source in sources if (found := _tokenizer(source / "tokenizer.json"))), None)

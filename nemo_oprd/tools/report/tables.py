@@ -1,4 +1,4 @@
-"""The tables of the report: costs, settings, validation before and after, first and last values; and foreign text."""
+"""The tables of the report: costs, settings, validation, first and last values; and the display of foreign text."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def all_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def changed_settings(runs: list[Run]) -> list[tuple[Key, list[Settings]]]:
-    """The settings of each run whose steps were not all made with the same ones, in the order of the steps."""
+    """Returns the settings, by ranges of steps, of each run that changed settings from one step to another."""
     found = []
     for index, run in enumerate(runs):
         ends = [after for after, _, _ in run.history[1:]] + [run.steps[1]]
@@ -134,7 +134,7 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted key -> text of its value, as in JSON without quotes around texts."""
+    """Nested mappings as dotted key -> text of its value, as in JSON without quotes around strings."""
     if not isinstance(value, dict):
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         return {prefix: _shown(text)}
@@ -163,7 +163,7 @@ _MAYBE = re.compile(r"[^\n\t -~\u00a0-\u00ac\u00ae-\u05ff]")  # what may be one 
 
 
 def in_text(value: Any) -> Any:
-    """For jinja2's `finalize`: a text as HTML with its invisible characters framed; other values, and HTML, as is."""
+    """Returns a text as HTML with invisible characters framed, for jinja2's `finalize`; HTML and other values as is."""
     if not isinstance(value, str) or isinstance(value, Markup) or _MAYBE.search(value) is None:
         return value
     return Markup("").join(
@@ -175,7 +175,7 @@ def in_text(value: Any) -> Any:
 
 
 def in_attribute(value: str) -> str:
-    """As `in_text`, for attributes and `<title>`, which hold no elements: `[U+202E]`. The result is not escaped."""
+    """Returns a text with `[U+202E]` for invisible characters, unescaped: attributes and `<title>` hold no elements."""
     return "".join(f"[{code_point(each)}]" if _is_invisible(each) else each for each in value)
 
 

@@ -262,7 +262,7 @@ class Recipe:
         return json.loads(json.dumps(settings))
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine to `final_learning_rate` at the last step; `step` counts from 1."""
+        """Returns a cosine that ends at `final_learning_rate`, times a linear warm-up; `step` counts from 1."""
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         decayed = self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * cosine
         return decayed * min(1.0, step / self.warmup_steps)
@@ -348,7 +348,7 @@ def build_pair(recipe: Recipe, output: Path, log: Callable[[str], None]) -> dict
 
 
 def new_model(recipe: Recipe) -> PreTrainedModel:
-    """An untrained model in float32. Its weights depend on the seed only; the global random generator is not used."""
+    """Returns an untrained float32 model, seeded by `recipe` only; the state of torch's CPU generator is restored."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": recipe.hidden,
@@ -389,7 +389,7 @@ def new_model(recipe: Recipe) -> PreTrainedModel:
 
 
 def _qwen3_5(sizes: dict[str, Any], recipe: Recipe, feed_forward: int) -> Any:
-    """Configures gated delta nets with twice as many values as keys; every 4th and the last layer have attention."""
+    """Configures gated delta nets with two value heads per key head; the 4th and the last layer have attention."""
     from transformers import Qwen3_5TextConfig  # newer than what the rest of the pair needs
 
     last = recipe.layers - 1
@@ -522,7 +522,7 @@ def train_step(
     inputs: torch.Tensor,
     labels: torch.Tensor,
 ) -> float:
-    """One update on correct responses (int64 [B, S], labels `IGNORED` outside responses); the mean loss in nats."""
+    """Updates on correct responses (int64 [B, S], labels `IGNORED` outside them); returns the mean loss in nats."""
     logits = model(input_ids=inputs, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
