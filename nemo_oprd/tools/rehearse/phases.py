@@ -1,7 +1,7 @@
 """The parts of a run around its steps, each in a phase of its own: building, sampling, weights for the engine.
 
 Each calls what `train.py` calls. Where a part would leave this process, for a file or for a server, it ends at that
-boundary, and what would leave is counted. Checkpoints are in `phases.py`.
+boundary, and what would leave is counted.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _alone(common: dict[str, Any]) -> Iterator[None]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 # tokens that the in-process engine samples; every later one does the same with as much memory
@@ -369,7 +369,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
         """Takes the place of a bucket's host copy, which is not written to shared memory."""
 
         def __init__(self, tensor: torch.Tensor) -> None:
-            self._bytes = tensor.numel() * tensor.element_size()
+            self._bytes = tensor.nbytes
 
         def tofile(self, _: Any) -> None:
             recorder.leave("shared memory", self._bytes)
