@@ -52,7 +52,7 @@ def fake_device(outcome: Outcome) -> Iterator[None]:
 
     torch.set_num_threads(1)
     made = Recorder(stand_in)
-    fake_cuda.install(int(GPUS[GPU].memory), lambda: made.live, lambda: made.peak, made.wait)
+    fake_cuda.install(int(GPUS[GPU].memory), lambda: made.memory.live, lambda: made.memory.most, made.wait)
 
     def reset_peak(*_: object) -> None:
         made.memory.most = made.memory.live

@@ -206,4 +206,4 @@ class TeacherTargets:
     def bytes_held(self) -> int:
         """Bytes of the targets on this rank."""
         tensors = [*self.hidden.values(), *([] if self.output is None else [self.output])]
-        return sum(values.numel() * values.element_size() for values in tensors)
+        return sum(values.nbytes for values in tensors)

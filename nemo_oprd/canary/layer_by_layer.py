@@ -105,7 +105,7 @@ class _Turns:
 
 def _bytes(model: torch.nn.Module) -> int:
     """Bytes of the parameters that are in memory."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    return sum(p.nbytes for p in model.parameters() if not p.is_meta)
 
 
 def _run(model: Any, turns: _Turns, prompts: list[list[int]], *, head: bool) -> list[dict[str, Any]]:

@@ -86,10 +86,10 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
 
 def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str]) -> int:
     """Runs the server under a guard, which ends it and removes its folder in shared memory when this process ends."""
-    from nemo_oprd.vllm.teacher_launch import KEY, VARIABLES, check_settings
+    from nemo_oprd.vllm.teacher_launch import KEY, VARIABLES
     from nemo_oprd.vllm.teacher_launch import server_arguments as teacher_arguments
 
-    check_settings(config.teacher.vllm)
+    python = find_python(config.teacher.vllm, KEY)
     if options.teacher not in config.served_teachers:
         raise ValueError(
             f"--teacher {options.teacher}: the teachers with engine=vllm are {config.served_teachers or 'none'}, "
@@ -97,7 +97,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
             "teacher.engine=vllm"
         )
     teacher = resolve_served(config, options.teacher)
-    python, devices = find_python(config.teacher.vllm, KEY), _devices(config.teacher.vllm.tensor)
+    devices = _devices(config.teacher.vllm.tensor)
     from nemo_oprd.vllm import guard
     from nemo_oprd.vllm.launch import DTYPES
     from nemo_oprd.vllm.teacher_canary import Canary

@@ -209,6 +209,7 @@ def _answer(row: dict[str, Any]) -> str | None:
     """Returns the reference answer; None if it is missing, or neither text nor a number. Training needs no answers."""
     reward = row.get("reward_model")
     for value in (reward.get("ground_truth") if isinstance(reward, dict) else None, row.get("answer")):
-        if isinstance(value, str | int | float) and not isinstance(value, bool) and value == value:  # nan is no number
-            return str(value).strip() or None
+        is_given = isinstance(value, str | int | float) and not isinstance(value, bool) and value == value  # no nan
+        if is_given and (text := str(value).strip()):
+            return text
     return None

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from nemo_oprd.batch.plan import BatchPlan
 from nemo_oprd.batch.types import Rollout
@@ -39,7 +38,7 @@ from nemo_oprd.megatron.optimizer import (
     step_clipped,
     wrap_ddp,
 )
-from nemo_oprd.megatron.parallel import Role, compute_dtype, on_device
+from nemo_oprd.megatron.parallel import Role, compute_dtype, everyones, on_device
 from nemo_oprd.megatron.param_names import named_parameters
 from nemo_oprd.megatron.partial_training import PartialTraining
 from nemo_oprd.megatron.pipeline_schedule import make_microbatch, run_schedule
@@ -139,9 +138,7 @@ class Student:
         if self.dtype != torch.bfloat16 or self.config.train.distributed_optimizer != "auto":
             return False
         found = any(p.requires_grad and p.dtype == torch.float32 for chunk in self.chunks for p in chunk.parameters())
-        of_ranks = [False] * self.role.layout.size
-        dist.all_gather_object(of_ranks, found, group=self.role.member_groups.intra_dist_opt)
-        return any(of_ranks)
+        return any(everyones(found, self.role.member_groups.intra_dist_opt))
 
     def _mark_trained_parameters(self) -> None:
         """Freezes parameters without a gradient, adds trained projectors, and marks partially trained parameters."""
@@ -214,8 +211,7 @@ class Student:
             for name, p in named_parameters(self.chunks).items()
             if p.requires_grad and not bool(torch.isfinite(p.main_grad).all())  # type: ignore[attr-defined]
         ]
-        parts: list[list[str]] = [[] for _ in range(self.role.layout.size)]
-        dist.all_gather_object(parts, local_names, group=self.role.member_groups.intra_dist_opt)
+        parts = everyones(local_names, self.role.member_groups.intra_dist_opt)
         names = sorted({name for part in parts for name in part})
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

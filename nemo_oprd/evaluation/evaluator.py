@@ -185,17 +185,15 @@ class Evaluator:
         for name in self.sets:
             of = self._set_key(name, generations)
             rollouts, sampled = self._responses(engine, generations, of, prefix, should_cancel)
-            summary: list[dict[str, float] | None] = [None]
+            summary: dict[str, float] = {}
             if dist.get_rank() == 0:
                 texts = [self.tokenizer.decode(rollout.response_ids) for rollout in rollouts]
                 if sampled or generations.has_parts(name) or not generations.is_current(of):
                     generations.finish(of, rollouts, texts)
                 records = map(of.record, range(len(texts)), rollouts, texts)
                 graded.append(grade_set(generations.directory, name, list(map(response_of, records)), self.graders))
-                summary = [scalars(graded[-1].metrics)]
-            dist.broadcast_object_list(summary, src=0)
-            assert summary[0] is not None
-            metrics[name] = summary[0]
+                summary = scalars(graded[-1].metrics)
+            metrics[name] = first_ranks(summary)
         if dist.get_rank() == 0:
             finish(generations.directory, graded, keep_others=False)
         return {f"val/{name}/{prefix}{key}": value for name, of in metrics.items() for key, value in of.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -85,21 +86,12 @@ def reads_common_state_in_shards() -> bool:
     return "common_strategy" not in inspect.signature(dist_checkpointing.load).parameters
 
 
+@cache
 def quieten_checkpoints() -> None:
     """Drops the messages about deprecation that Megatron logs at every save and load. Another call changes nothing."""
     for name, start in _SAID_AT_EVERY_CHECKPOINT.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, _NotStartingWith) for each in logger.filters):
-            logger.addFilter(_NotStartingWith(start))
+        logging.getLogger(name).addFilter(partial(_begins_otherwise, start))
 
 
-class _NotStartingWith(logging.Filter):
-    """Lets messages pass that do not begin with a given text."""
-
-    def __init__(self, start: str) -> None:
-        super().__init__()
-        self.start = start
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """True if the record is shown."""
-        return not record.getMessage().startswith(self.start)
+def _begins_otherwise(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)

@@ -81,9 +81,6 @@ def model_states(
     return found
 
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-
 @dataclass(frozen=True)
 class Proof:
     """The canary's result for one model; the same on every rank.

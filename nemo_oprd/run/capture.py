@@ -37,8 +37,9 @@ from nemo_oprd.run.models import world_size
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import replacing, write_atomically
 from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_launch import check_settings
+from nemo_oprd.vllm.teacher_launch import KEY
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
 from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
@@ -107,7 +108,7 @@ def _capture(options: CaptureOptions) -> None:
     layers = parse_layers(options.layers, spec.num_layers)
     sequences = _sequences(options, spec)
     config = _config(options)
-    check_settings(config.teacher.vllm)
+    find_python(config.teacher.vllm, KEY)
     manifest, folder = options.output / "manifest.json", options.output / "hidden_states"
     manifest.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -28,8 +28,9 @@ from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.vllm.endpoint import check_endpoints, wait_for_servers
+from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.placement import dedicated_ranks
-from nemo_oprd.vllm.teacher_launch import KEY, check_settings
+from nemo_oprd.vllm.teacher_launch import KEY
 
 Stage = TypeVar("Stage")
 
@@ -233,7 +234,7 @@ def check_teacher_servers(config: Config) -> None:
     for key, urls in endpoints.items():
         check_endpoints(urls, config.teacher.vllm.token_file, key, KEY)
     if config.started_teachers:
-        check_settings(config.teacher.vllm)
+        find_python(config.teacher.vllm, KEY)
 
 
 def wait_for_endpoints(config: Config) -> None:

@@ -18,8 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_oprd import __version__
 from nemo_oprd.config.loading import as_plain, to_yaml
 from nemo_oprd.config.resume_rules import changes
@@ -148,6 +146,8 @@ def record_environment(
         kernels: purpose -> implementation.
         start: the entries that this module and `run/resume.py` read: "config", "after_step" and "models".
     """
+    import torch  # seconds, which those who only read need not wait
+
     file = directory / STARTS
     entry = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

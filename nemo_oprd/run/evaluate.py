@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from nemo_oprd.run.engine_kinds import ENGINES, make_engine
 from nemo_oprd.run.models import student_files
 from nemo_oprd.run.prompt_files import held_out_problems
 from nemo_oprd.run.resolve import SamplingSpec, servers_ids
+from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def evaluate(sampling: SamplingSpec) -> None:
     generations.check()
     read = model.read
     with ExitStack() as stack:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             stack.callback(RunLock(Path(config.output)).undo)
             generations.check()  # again under the lock: another process may have used the directory before
             if not evaluator.is_complete(generations):

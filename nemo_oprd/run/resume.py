@@ -8,7 +8,6 @@ the same if its fingerprint is: every start records the fingerprints of its mode
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from nemo_oprd.config.resume_rules import Change, allowed, changes, shown
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models.fingerprint import fingerprint
 from nemo_oprd.run.config_history import config_at, current_config, read_config, starts
+from nemo_oprd.runtime.messages import is_first_rank
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def compare_settings(config: Config, step: int | None) -> Resume:
     old, new = read_config(before), as_plain(config)
     started_in = [str(start.get("directory", "")) for start in _starts_with(before)]
     changed = changes(old, new, started_in[-1] if started_in else "")
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         changed = _with_models(before, step or 1, changed, old, new)
     else:
         changed = [replace(c, rule="free") if c.key.endswith((".hf_path", ".checkpoint")) else c for c in changed]

@@ -18,7 +18,7 @@ from nemo_oprd.evaluation.evaluator import Evaluator
 from nemo_oprd.evaluation.generations import Generations, model_identity, trained_identity
 from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
 from nemo_oprd.evaluation.teacher_lead import worse_teacher
-from nemo_oprd.megatron.parallel import device
+from nemo_oprd.megatron.parallel import device, first_ranks
 from nemo_oprd.megatron.weights.hf import TensorReader
 from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
@@ -228,6 +228,4 @@ class Validation:
 
 def _new_name() -> str:
     """Returns a random name for weights, the same on every rank."""
-    name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name, src=0)
-    return name[0]
+    return first_ranks(secrets.token_hex(8))

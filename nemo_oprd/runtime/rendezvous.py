@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_oprd.runtime import gpus, waiting
+from nemo_oprd.runtime.messages import ranges
 from nemo_oprd.runtime.waiting import wait_for
 from nemo_oprd.runtime.watchdog import attempt
 
@@ -50,7 +51,7 @@ class Job:
             )
         if world > 1 and port == 0:
             raise ValueError(
-                f"WORLD_SIZE={world} without MASTER_PORT: waiting for rank(s) {_ranks({*range(world)} - {rank})} would "
+                f"WORLD_SIZE={world} without MASTER_PORT: waiting for rank(s) {ranges({*range(world)} - {rank})} would "
                 "never end, because they could not find this one; expected a port: start the ranks with torchrun or "
                 "srun, or unset WORLD_SIZE"
             )
@@ -207,7 +208,7 @@ class _Meeting:
             return ""
         missing = {rank for rank in range(self._job.world) if not self._is_here(rank)}
         return (
-            f"rank(s) {_ranks(missing)} of {self._job.world}: start them with {self._job.address} and "
+            f"rank(s) {ranges(missing)} of {self._job.world}: start them with {self._job.address} and "
             f"WORLD_SIZE={self._job.world}, or see why they ended (rank 0 waits for endpoints before it joins)"
         )
 
@@ -249,14 +250,3 @@ def _number(name: str) -> int:
     if not text.strip().isdecimal():
         raise ValueError(f"{name}={text!r}; expected a whole number: set it, or start the ranks with torchrun or srun")
     return int(text)
-
-
-def _ranks(ranks: set[int]) -> str:
-    """Formats ranks briefly, such as "1-7, 9"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.config.schema import Config, ServerConfig
+from nemo_oprd.config.schema import Config
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.vllm.launch import DTYPES, find_python
+from nemo_oprd.vllm.launch import DTYPES
 
 KEY = "teacher.vllm"
 # sequences that a server computes at a time; vLLM queues further requests
@@ -16,11 +16,6 @@ MAX_SEQUENCES = 64
 BATCHED_TOKENS = 2048
 # a server's environment: hooks need the first runner, and the token that a request samples is one position more
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-
-
-def check_settings(settings: ServerConfig) -> None:
-    """Raises ValueError unless there is an environment with vLLM."""
-    find_python(settings, KEY)
 
 
 def server_arguments(config: Config, directory: Path, longest: int, *, cuda: bool) -> list[str]:

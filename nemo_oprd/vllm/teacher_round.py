@@ -260,19 +260,16 @@ class RequestQueue:
             await self._changed.wait()
         return None
 
-    def taken(self, index: int) -> None:
-        """Notes that this rank has the answer, which has left shared memory."""
-        self._end(index)
+    def taken(self, index: int) -> Request:
+        """Returns the request, which ends because this rank has its answer: the answer has left shared memory."""
+        self.waiting -= self.sizes[index]
+        self._changed.set()
+        return self.under_way.pop(index)
 
     def give_back(self, claimed: Claimed) -> None:
         """Takes back a request without an answer, and renames it: a partial answer may still have the old name."""
         index, _ = claimed
-        self.left.append((index, self._end(index).renamed()))
-
-    def _end(self, index: int) -> Request:
-        self.waiting -= self.sizes[index]
-        self._changed.set()
-        return self.under_way.pop(index)
+        self.left.append((index, self.taken(index).renamed()))
 
 
 class _Whole:

@@ -473,11 +473,6 @@ class TeacherServers:
         if died and self._answers is not None and self._fleet.folder is not None:
             self._answers.clear()
 
-    @property
-    def deaths(self) -> int:
-        """The number of deaths of this teacher's servers."""
-        return self._fleet.deaths
-
     def close(self) -> None:
         """Ends the servers that this rank has started, and removes their files in shared memory."""
         with ExitStack() as ends:  # the last one first, and all of them, whatever fails

@@ -175,7 +175,7 @@ def killed(servers: TeacherServers, requests: list[Request], first: list[Answer]
              for a, b in zip(again, [*first] * (len(many) // len(first)), strict=True)]  # fmt: skip
     left = [name for name in os.listdir(servers._fleet.folder.path) if not name.startswith(("server", "_"))]
     left = [name for name in left if len(name.removesuffix(".part")) == 32 and "-" not in name]
-    return {"equal": all(equal), "deaths": servers.deaths, "left": left, "seconds": time.monotonic() - start,
+    return {"equal": all(equal), "deaths": servers._fleet.deaths, "left": left, "seconds": time.monotonic() - start,
             "generation": server.generation}  # fmt: skip
 
 

@@ -26,12 +26,8 @@ from nemo_oprd.models.rope import Rope
 # FlexAttention with Triton where there is no mask. Everything else of the layer is Transformer Engine's.
 
 
-def layer_spec2(stage: int) -> Any:
-    """The `transformer_layer_spec` of Gemma 2 with this project's attention, the same on all stages."""
-    return _layer2
-
-
-def _layer2(provider: Any) -> Any:
+def layer2(provider: Any) -> Any:
+    """The layer of Gemma 2 with this project's attention, the same on all stages."""
     from megatron.bridge.models.gemma.gemma2_provider import gemma2_layer_spec
 
     layer = gemma2_layer_spec(provider)

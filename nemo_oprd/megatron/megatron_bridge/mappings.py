@@ -247,8 +247,6 @@ _FORMS: dict[str, Form] = {
         "self_attention.out_proj.weight", f"{_EXPERT}linear_fc2.weight",
     ), RowParallel()),
 }  # fmt: skip
-# in which the tensors of a mapping are joined
-_ORDER = ("q", "k", "v", "gate", "up", "qkv", "qkvz", "z", "ba", "b", "a")
 # the classes of mappings that versions before 0.6 lack
 _HYBRID_FORMS: dict[str, Form] = {
     "GDNConv1dMapping": Convolution(),

@@ -158,7 +158,7 @@ _PUBLISHED: dict[str, Callable[[Any, dict], Any]] = {
 _ORDINARY = Special()
 _SPECIAL = {
     "Gemma2ModelProvider": Special(
-        parts=lambda provider: {**_windows(provider), **gemma.caps(provider)}, layer_spec=gemma.layer_spec2
+        parts=lambda provider: {**_windows(provider), **gemma.caps(provider)}, layer_spec=lambda stage: gemma.layer2
     ),
     "Gemma3ModelProvider": Special(parts=gemma.windows, correct=gemma.correct3, provide=gemma.provide3),
     "Gemma4ModelProvider": Special(

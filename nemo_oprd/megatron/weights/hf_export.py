@@ -69,7 +69,7 @@ def _write_shards(
     for name, tensor in tensors:
         # clone: tied and sliced tensors share storage, which safetensors refuses
         kept = tensor.detach().to("cpu", torch.float32 if name.endswith(FLOAT32) else dtype).contiguous().clone()
-        needed = kept.numel() * kept.element_size()
+        needed = kept.nbytes
         if shard and size + needed > shard_bytes:
             flush()
         shard[name] = kept

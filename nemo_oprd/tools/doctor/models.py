@@ -27,6 +27,7 @@ from nemo_oprd.distillation.trained_projectors import student_projection
 from nemo_oprd.losses.registry import ROW_LOSSES, normalizes_rows
 from nemo_oprd.megatron.parallel import device
 from nemo_oprd.rollout.engine import Request, RolloutEngine, SamplingParams
+from nemo_oprd.runtime.messages import ranges
 from nemo_oprd.tools.doctor.findings import Finding
 from nemo_oprd.tools.doctor.layer_map import LayerMap, rounds, similar_layers
 
@@ -243,11 +244,11 @@ def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_sha
         return Finding(check, "ok", "the states of both models are equal", numbers)
     largest = max(errors, key=lambda error: error.share)
     if held <= DOMINATED:
-        text = f"no few dimensions hold the {loss.kind} loss: layers {_ranges(_most(errors))} of {len(errors)} have "
+        text = f"no few dimensions hold the {loss.kind} loss: layers {ranges(_most(errors))} of {len(errors)} have "
         text += f"{MOST:.0%} of it, most of all layer {largest.layer}, where {_dimensions(largest)} hold "
         return Finding(check, "ok", f"{text}{largest.top_share:.0%} of the error", numbers)
     worst = max(dominated, key=lambda error: error.top_share)
-    layers = _ranges([error.layer for error in dominated])
+    layers = ranges([error.layer for error in dominated])
     said = f"few dimensions hold the error of layers {layers}, which have {held:.0%} of the {loss.kind} loss: in layer "
     said += f"{worst.layer}, {_dimensions(worst)} hold {worst.top_share:.0%}"
     if loss.kind not in ROW_LOSSES:
@@ -268,17 +269,6 @@ def _most(errors: list[LayerError]) -> list[int]:
 def _dimensions(error: LayerError) -> str:
     shown = ", ".join(map(str, error.top[:SHOWN])) + (", ..." if len(error.top) > SHOWN else "")
     return f"{len(error.top)} of {error.width} dimensions ({shown})"
-
-
-def _ranges(layers: list[int]) -> str:
-    """[1, 2, 3, 5] -> "1-3, 5"."""
-    parts: list[list[int]] = []
-    for layer in sorted(layers):
-        if parts and parts[-1][-1] == layer - 1:
-            parts[-1] = [parts[-1][0], layer]
-        else:
-            parts.append([layer])
-    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def layer_errors(squares: dict[int, np.ndarray], weights: dict[int, float]) -> list[LayerError]:

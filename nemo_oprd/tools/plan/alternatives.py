@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.checks import check
@@ -111,7 +112,7 @@ class Search:
         """Yields the valid candidates, fit or not; a change is only what differs from the configuration."""
         seen: set[frozenset[tuple[str, object]]] = {frozenset()}
         for wanted in candidates:
-            changes = {name: value for name, value in wanted.items() if value != _value(self.config, name)}
+            changes = {name: value for name, value in wanted.items() if value != attrgetter(name)(self.config)}
             key = frozenset(changes.items())
             if key in seen:
                 continue
@@ -194,7 +195,7 @@ class Search:
         fits = sorted((pair for pair in tried if not pair[1].estimate.problems), key=lambda pair: pair[1].rank)
         kept = [teacher for teacher, _ in fits[:TEACHERS]]
         kept.append(min(teachers, key=lambda each: each.least))
-        kept += [each for each in teachers if all(_value(self.config, key) == v for key, v in each.changes.items())]
+        kept += [each for each in teachers if all(attrgetter(key)(self.config) == v for key, v in each.changes.items())]
         return [each for number, each in enumerate(kept) if each not in kept[:number]]
 
     def _recompute(self) -> list[Changes]:
@@ -228,13 +229,6 @@ class Search:
 def _powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... up to `most`."""
     return [1 << power for power in range(max(1, most).bit_length())]
-
-
-def _value(config: Config, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def changed(config: Config, changes: Changes) -> Config:

@@ -100,12 +100,16 @@ class Estimate:
         """Tokens of the longest response."""
         return self.longest_work.response
 
+    def stages(self, rank: int) -> tuple[int | None, int | None]:
+        """The pipeline stages of a rank in student and teacher; None: it has no part in that model."""
+        return _stages(self.longest_work, self.student, self.teacher, rank)
+
     def of_rank(self, rank: int) -> RankKind:
         """The kind of one rank, with the rank's own memory; `kinds` have that of the fullest tensor and context rank.
 
         They differ by the rows of the representation loss, under sequence and context parallelism: `rows_on_rank`.
         """
-        learns, teaches = _stages(self.longest_work, self.student, self.teacher, rank)
+        learns, teaches = self.stages(rank)
         memory = _without_sampling(self.longest_work, self.student, self.teacher, rank, self.cluster, exact=True)
         return _with_sampling(RankKind(learns, teaches, rank, memory), self.rollout, self.evaluation)
 

@@ -43,11 +43,6 @@ class StepFlops:
     teacher: float
     update: float
 
-    @property
-    def total(self) -> float:
-        """The sum of all operations."""
-        return self.sampling + self.teacher + self.update
-
 
 def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
     """The operations of a step, full recomputation included."""

@@ -261,7 +261,7 @@ def run(options: argparse.Namespace) -> int:
         print("note: where Transformer Engine is installed, a job has its layers: --layers te rehearses them")
     found = {}
     for rank in ranks:
-        print(f"rank {rank} of {options.ranks}: {role_of(run_spec, rank)}", flush=True)
+        print(f"rank {rank} of {options.ranks}: {planned.of_rank(rank).name}", flush=True)
         found[rank] = rehearse_rank(options, rank, prompt, response)
     reports = [report(rank, run_spec, planned, found[rank]) for rank in ranks]
     between = disagreements({rank: found[rank] for rank in ranks})
@@ -301,30 +301,13 @@ def ranks_of_interest(run_spec: RunSpec, planned: Estimate) -> list[int]:
     """
     chosen = set()
     for kind in planned.kinds:
-        alike = [rank for rank in range(planned.ranks) if stages(run_spec, rank) == (kind.student, kind.teacher)]
+        alike = [rank for rank in range(planned.ranks) if planned.stages(rank) == (kind.student, kind.teacher)]
         chosen.add(kind.rank)
         for layout in (run_spec.student_layout, run_spec.teacher_layout):
             if kind.rank in layout.ranks:
                 last = max(layout.coordinates(rank).tensor for rank in alike)
                 chosen.add(next(rank for rank in alike if layout.coordinates(rank).tensor == last))
     return sorted(chosen)
-
-
-def stages(run_spec: RunSpec, rank: int) -> tuple[int | None, int | None]:
-    """The pipeline stages of a rank in student and teacher; None: it has no part in that model."""
-    student, teacher = (
-        layout.coordinates(rank).pipeline if rank in layout.ranks else None
-        for layout in (run_spec.student_layout, run_spec.teacher_layout)
-    )
-    return student, teacher
-
-
-def role_of(run_spec: RunSpec, rank: int) -> str:
-    """The stages of a rank as text, such as "student stage 0, teacher stage 0"."""
-    parts = [("student", run_spec.student_layout), ("teacher", run_spec.teacher_layout)]
-    return ", ".join(
-        f"{name} stage {layout.coordinates(rank).pipeline}" for name, layout in parts if rank in layout.ranks
-    )
 
 
 def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response: int) -> dict[str, Any]:
@@ -385,7 +368,7 @@ def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any
     waits = waits_of_a_step(found)
     return {
         "rank": rank,
-        "role": role_of(run_spec, rank),
+        "role": kind.name,
         "phases": phases,
         "waits": waits,
         "mistakes": [*found["mistakes"], *unknown_waits(waits), *([found["failure"]] if found["failure"] else [])],

@@ -222,7 +222,7 @@ def _alone(common: dict[str, Any]) -> Iterator[None]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 # tokens that the in-process engine samples; every later one does the same with as much memory
@@ -369,7 +369,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
         """Takes the place of a bucket's host copy, which is not written to shared memory."""
 
         def __init__(self, tensor: torch.Tensor) -> None:
-            self._bytes = tensor.numel() * tensor.element_size()
+            self._bytes = tensor.nbytes
 
         def tofile(self, _: Any) -> None:
             recorder.leave("shared memory", self._bytes)

@@ -30,11 +30,6 @@ class CodeLocation:
     below: str = ""
     innermost: tuple[str, str] = ("", "")
 
-    @property
-    def is_own(self) -> bool:
-        """True if this package itself calls torch there."""
-        return not self.below and self.file.startswith(f"{PACKAGE.name}/")
-
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f" ({self.below})" if self.below else "")
 

@@ -19,7 +19,7 @@ from nemo_oprd.tools.rehearse import shim
 from nemo_oprd.tools.rehearse.places import PACKAGE
 
 if TYPE_CHECKING:
-    from nemo_oprd.tools.rehearse.recorder import Message, Recorder
+    from nemo_oprd.tools.rehearse.recorder import Recorder
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def rehearse(task: dict[str, Any]) -> dict[str, Any]:
     from nemo_oprd.tools.rehearse.stand_ins import stand_in
 
     recorder = Recorder(stand_in)
-    fake_cuda.install(task["gpu_bytes"], lambda: recorder.live, lambda: recorder.peak, recorder.wait)
+    fake_cuda.install(task["gpu_bytes"], lambda: recorder.memory.live, lambda: recorder.memory.most, recorder.wait)
     layers.choose(task.get("layers", "local"), recorder)
     fake_cuda.join(task["rank"], task["ranks"], task["gpus_per_node"])
     device_kernels.install()
@@ -95,7 +95,6 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     from nemo_oprd.run.models import build_distiller, make_plan
     from nemo_oprd.run.resolve import resolve
     from nemo_oprd.tools.rehearse import fla_functions, host_values, phases
-    from nemo_oprd.tools.rehearse import phases as checkpoints
     from nemo_oprd.tools.rehearse.device_kernels import known_shapes
     from nemo_oprd.tools.rehearse.phases import Injections
     from nemo_oprd.tools.rehearse.recorder import AFTER_STEP
@@ -141,7 +140,7 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
     if "weights" in parts:
         phases.send_weights(recorder, engine, run, student, task["gpus_per_node"])
     if "checkpoint" in parts:
-        checkpoints.save_and_load(recorder, student, files.student.directory)
+        phases.save_and_load(recorder, student, files.student.directory)
 
 
 def unread_files(run: Any, fake: Any) -> Any:
@@ -199,7 +198,7 @@ def described(recorder: Recorder) -> dict[str, Any]:
             "leaves": dict(phase.leaves),
             "kernels": phase.kernels,
             "waits": waits,
-            "messages": [as_json(message) for message in phase.messages],
+            "messages": [vars(message) | {"place": str(message.place)} for message in phase.messages],
         }
     mistakes = [
         {"code": m.code, "file": m.place.file, "line": m.place.line, "text": m.text, "count": count}
@@ -210,11 +209,6 @@ def described(recorder: Recorder) -> dict[str, Any]:
         for (function, tensors), count in sorted(recorder.calls.items())
     ]
     return {"phases": phases, "mistakes": mistakes, "te_calls": calls}
-
-
-def as_json(message: Message) -> dict[str, Any]:
-    """A message as JSON, with its place in one string."""
-    return vars(message) | {"place": str(message.place)}
 
 
 if __name__ == "__main__":

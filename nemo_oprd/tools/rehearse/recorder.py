@@ -220,25 +220,10 @@ class Recorder(TorchDispatchMode):
         self.mistakes: Counter[Mistake] = Counter()
         # functions of a library that stand-ins answer, with their tensors
         self.calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        self._known = HostValues()
-        self.memory = Memory(self._known.freed)
+        self.known = HostValues()
+        self.memory = Memory(self.known.freed)
         self.phase_name, self._phase = "", Phase()  # between the phases
         self._invents_host = False
-
-    @property
-    def live(self) -> int:
-        """Bytes of the device that are in use."""
-        return self.memory.live
-
-    @property
-    def peak(self) -> int:
-        """The most bytes of the device that were in use."""
-        return self.memory.most
-
-    @property
-    def known(self) -> HostValues:
-        """The numbers of small tensors on the device."""
-        return self._known
 
     @contextmanager
     def phase(self, name: str, part: str | None = None) -> Iterator[None]:
@@ -319,7 +304,7 @@ class Recorder(TorchDispatchMode):
             return self._read(args[0])
         if func is aten.equal.default:
             self.wait("equal() compares on the device")
-            are_equal = self._known.are_equal(*args)
+            are_equal = self.known.are_equal(*args)
             return bool(self._invent(current_place(), torch.bool)) if are_equal is None else are_equal
         if func in _COUNTS_ROWS and args[0].device.type == "cuda":
             self.wait(f"{func.overloadpacket.__name__}() counts on the device")
@@ -333,14 +318,14 @@ class Recorder(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self._track(tensor, func)
-        self._known.follow(func, args, kwargs, out)
+        self.known.follow(func, args, kwargs, out)
         return out
 
     def _read(self, tensor: torch.Tensor) -> Any:
         """Returns the number in a tensor: its twin's or an invented one; notes a wait if it is on the device."""
         if tensor.device.type == "cuda":
             self.wait("item(), tolist() or a branch on a tensor")
-        twin = self._known.get(tensor)
+        twin = self.known.get(tensor)
         if twin is None:
             return self._invent(current_place(), tensor.dtype)
         with _disable_current_modes():
@@ -348,7 +333,7 @@ class Recorder(TorchDispatchMode):
 
     def _counted(self, func: Any, args: Any) -> Any:
         """Carries out `nonzero` or `masked_select`; the last argument (tensor or mask) gives the number of rows."""
-        tensor, counted, finds = args[0], self._known.get(args[-1]), func is aten.nonzero.default
+        tensor, counted, finds = args[0], self.known.get(args[-1]), func is aten.nonzero.default
         with _disable_current_modes():
             rows = None if counted is None else int(counted.count_nonzero())
         if rows is None:
@@ -357,7 +342,7 @@ class Recorder(TorchDispatchMode):
         out = tensor.new_empty(shape, dtype=torch.int64 if finds else tensor.dtype)
         self._phase.kernels += 1
         self._track(out, func)
-        self._known.follow(func, args, {}, out)
+        self.known.follow(func, args, {}, out)
         return out
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -385,7 +370,7 @@ class Recorder(TorchDispatchMode):
         """The host's copy of a small tensor of the device, filled with one invented number if there is no twin."""
         source = args[0] if func is aten._to_copy.default else args[1]
         dtype = kwargs.get("dtype") or (source if func is aten._to_copy.default else args[0]).dtype
-        twin = self._known.get(source)
+        twin = self.known.get(source)
         value = self._invent(current_place(), dtype) if twin is None else 0
         with _disable_current_modes():
             copied = torch.full(source.shape, value, dtype=dtype) if twin is None else twin.to(dtype, copy=True)
@@ -424,7 +409,7 @@ class Recorder(TorchDispatchMode):
         if len(dtypes) > 1:
             self.mistake("mixed-dtypes", f"{name} of {', '.join(sorted(dtypes))}")
         if tensors:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            size = sum(tensor.nbytes for tensor in tensors)
             device, shapes = tensors[0].device.type, tuple(tuple(tensor.shape) for tensor in tensors)
             peer = None
             if name in ("send", "recv_"):
@@ -442,7 +427,7 @@ class Recorder(TorchDispatchMode):
         least = max(1, min((tensor.numel() for tensor in tensors), default=1))
         if name == "alltoall_base_":
             least = 0
-        self._known.collective(name, tensors)
+        self.known.collective(name, tensors)
         with _disable_current_modes():
             # some collectives check that one tensor is as many times as large as another
             small = lambda tensor: torch.zeros(tensor.numel() // least if least else len(ranks))  # noqa: E731

@@ -81,7 +81,7 @@ class Bucket:
 
 def padded_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes that a tensor takes in a bucket."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Digest:

@@ -51,6 +51,7 @@ def test_plain_rows(tmp_path, write, field):
         ({}, None),
         ({"answer": "1", "reward_model": {"ground_truth": "2"}}, "2"),
         ({"answer": "1", "reward_model": {"style": "rule"}}, "1"),
+        ({"answer": "1", "reward_model": {"ground_truth": " "}}, "1"),
         # what is no text and no number is no answer, which training does not need
         ({"answer": ["5"]}, None),
         ({"answer": {"target": 24, "numbers": [4, 6]}}, None),

@@ -13,7 +13,7 @@ from nemo_oprd.commands.options import add_verbosity
 from nemo_oprd.commands.parser import Parser
 from nemo_oprd.runtime import messages
 from nemo_oprd.runtime.exits import run_as_command
-from nemo_oprd.runtime.messages import ANY_RANK, ON_STDOUT, show
+from nemo_oprd.runtime.messages import ANY_RANK, ON_STDOUT, ranges, show
 
 LOGGER = logging.getLogger("nemo_oprd.anything")
 
@@ -159,3 +159,8 @@ def test_one_module_has_a_handler() -> None:
     files = (Path(__file__).parents[3] / "nemo_oprd").rglob("*.py")
     setting_up = [file.stem for file in files if re.search(r"addHandler|basicConfig|dictConfig", file.read_text())]
     assert setting_up == ["messages"]
+
+
+def test_ranges() -> None:
+    assert ranges({9, 1, 2, 3, 0, 7}) == "0-3, 7, 9"
+    assert ranges([]) == ""

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nemo_oprd.runtime import waiting
-from nemo_oprd.runtime.rendezvous import Job, _Meeting, _ranks, _Speaker
+from nemo_oprd.runtime.rendezvous import Job, _Meeting, _Speaker
 from nemo_oprd.runtime.signals import Stopped
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,10 +41,6 @@ def test_variables_that_no_launcher_sets(monkeypatch: pytest.MonkeyPatch, variab
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"^{re.escape(said)}.+$"):
         Job.here()
-
-
-def test_ranks_in_few_words() -> None:
-    assert _ranks({9, 1, 2, 3, 0, 7}) == "0-3, 7, 9"
 
 
 def test_lines_come_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from nemo_oprd.run.resolve import RunSpec, resolve
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster
 from nemo_oprd.tools.plan.memory import rows_on_rank
-from nemo_oprd.tools.rehearse.command import PARTS, disagreements, planned_bytes, ranks_of_interest, role_of
+from nemo_oprd.tools.rehearse.command import PARTS, disagreements, planned_bytes, ranks_of_interest
 
 TWO_STAGES = ("student.parallel.tensor=2", "student.parallel.pipeline=2", "teacher.parallel.tensor=2")
 
@@ -64,8 +64,8 @@ def test_the_first_and_the_fullest_rank_of_each_kind_are_of_interest(
     run: Any, overrides: tuple[str, ...], expected: dict[int, str]
 ) -> None:
     spec = run(8, *overrides)
-    chosen = ranks_of_interest(spec, estimate(spec, Cluster(8, GPUS["h100"])))
-    assert {rank: role_of(spec, rank) for rank in chosen} == expected
+    planned = estimate(spec, Cluster(8, GPUS["h100"]))
+    assert {rank: planned.of_rank(rank).name for rank in ranks_of_interest(spec, planned)} == expected
 
 
 def test_ranks_are_chosen_in_one_way_and_parts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
