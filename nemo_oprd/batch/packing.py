@@ -54,7 +54,7 @@ class Pack:
 
     `lengths[j]` is the number of tokens of the j-th sequence that are computed; `offsets[j]` and `padded[j]` are the
     start and the padded length of the sequence in the whole pack. `widest` is the number of tokens of the largest pack
-    of all data-parallel ranks for the same microbatch.
+    with the same microbatch number, over all data-parallel ranks.
     """
 
     sequences: tuple[int, ...]

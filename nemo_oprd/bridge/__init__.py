@@ -2,7 +2,7 @@
 
 `row_sample` assigns responses to the training, selection and test parts and keeps a bounded sample of rows.
 `covariance` accumulates second moments. `fit` computes a teacher basis and a student projector from them. `build`
-chooses the number of dimensions, computes the baselines, has the paper's own training of the projector, and combines
+chooses the number of dimensions, computes the baselines, can train the projector as in the paper, and combines
 these modules into a bridge. `maps` defines the bridge in memory, with a full-width one that needs no fit; `artifact`
 saves and loads it.
 

@@ -78,7 +78,7 @@ class PairFit:
 
     @property
     def largest_rank(self) -> int:
-        """The largest possible rank: the smallest of R, the two widths, and training rows - 1 (their centred span)."""
+        """The largest possible rank: the least of R, the two widths, and training rows - 1 (centring costs one)."""
         projection = self.projection
         return min(*projection.projector_RDs.shape, projection.basis_RDt.shape[1], self.rows[TRAIN] - 1)
 

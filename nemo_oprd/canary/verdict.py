@@ -6,8 +6,8 @@ deviation of transformers itself in the engine's precision:
 - float32: every row within 1e-5. If a row exceeds that, transformers' float64 is the reference: every row within 1e-5
   of it or, if that is more, 3 times the worst row of transformers' float32 in the layers so far: single rows scatter.
 - bfloat16: the median row of a layer within 1.5 times the median of transformers' bfloat16 against its float32. Each
-  prompt, the first rows of all prompts, the rows beyond the sliding window and each chunk have medians of their own,
-  too, because they may be too few to move the median of all. The median of fewer than 16 rows may be 4 times
+  prompt, the first rows of all prompts, the rows beyond the sliding window and each chunk but the first have medians of
+  their own, too: they may be too few to move the median of all. The median of fewer than 16 rows may be 4 times
   transformers' own worst row of the layer: single rows scatter, and a token may visit another expert.
 
 Shapes: T tokens of a prompt, D hidden size, N rows of all prompts.

@@ -232,7 +232,7 @@ class DataConfig:
 
 @dataclass(config=STRICT)
 class EvaluationConfig:
-    """Sampling on the validation sets; also before the first and after the last step (docs/evaluation.md)."""
+    """Sampling on validation sets every `every` steps, before the first and after the last (docs/evaluation.md)."""
 
     every: NonNegativeInt = 0
     """steps between evaluations; 0: none"""

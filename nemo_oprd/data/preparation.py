@@ -162,7 +162,7 @@ def prepare(settings: Preparation, report: DataReport) -> PreparedPrompts:
     """Reads the files, adds the suffix, sets the held-out part aside, and counts or drops duplicates.
 
     Raises:
-        ValueError: a file cannot be read, no problem is held out, or no prompt of a weighted or of all files remains.
+        ValueError: a file cannot be read, nothing is held out, or no prompt remains of a weighted file or of all files.
     """
     loaded = [load_prompts(file) for file in settings.files]
     report.content["files"] = [

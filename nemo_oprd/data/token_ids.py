@@ -29,10 +29,10 @@ class TokenIds:
 
     @staticmethod
     def of(ids: Iterable[int], limit: int) -> TokenIds:
-        """Returns the set of those `ids`, in any order, that are below `limit`.
+        """Returns the set of the `ids` below `limit`; `ids` may be in any order.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no id is below `limit`.
         """
         mask = np.zeros(limit, dtype=bool)
         given = np.fromiter(ids, np.int64)

@@ -167,8 +167,8 @@ class Objective:
             teachers: one per entry of `config.teacher_sources`, with its pairs: student layer -> teacher layer.
             layer_weights: student layer -> weight, as in `Objective`.
             shared_ids: teacher's number -> the ids that the student and this teacher know by their tokenizers; None if
-                the tokenizers differ or are missing. With recorded rollouts or `fitting`, all ids with rows in both
-                models are compared; `shared_ids` is called only if the sizes differ, since that may be padding.
+                the teacher can't read the student's ids or a tokenizer is missing. With recorded rollouts or `fitting`,
+                all ids with rows in both models count; it is then called only if sizes differ, which may be padding.
             fitting: for fit-bridge: the models may differ in shape, all response tokens are rows, and there is no
                 output loss.
 

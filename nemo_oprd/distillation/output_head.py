@@ -145,10 +145,10 @@ class OutputHeadLoss:
     `teacher_head` turns into logits (D is the teacher's hidden size here).
     `scale` is the weight of the loss in the total loss; with 0 the loss is only measured. `old_logprob` holds the
     tokens' log-probabilities under the weights that sampled them, and `old_sampler_logprob` these renormalized over the
-    ids that can be sampled; both are None if the current weights sampled the tokens. `engine_logprob` holds the tokens'
-    log-probabilities as the engine computed them; None without a correction. `token_slots` says where the rows' values
-    are kept per token (`TokenSlots.of_rows`); None: they are not kept. `support_rows` are those of the n rows in which
-    top sets are searched; None: all.
+    ids that can be sampled; None if the current weights sampled the tokens. `engine_logprob` holds the tokens'
+    log-probabilities as the engine computed them. Without a correction it and `old_sampler_logprob` are None.
+    `token_slots` says where the rows' values are kept per token (`TokenSlots.of_rows`); None: they are not kept.
+    `support_rows` are those of the n rows in which top sets are searched; None: all.
     """
 
     loss: OutputLoss

@@ -85,7 +85,7 @@ class SamplingCheck:
     def _both(
         self, student: Student, rollouts: list[Rollout], step: int
     ) -> tuple[np.ndarray, np.ndarray, TokenTable] | None:
-        """Log-probabilities float64 [n] of engine and student, and the table of the tokens; None without any tokens."""
+        """Log-probabilities float64 [n] of engine and student, and the tokens' table; None if none are checked."""
         if not self._tokens or self._config.rollout.replay or any(r.logprobs is None for r in rollouts):
             return None
         table = _draw(rollouts, self._tokens, self._config.seed, step)

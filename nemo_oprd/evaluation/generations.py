@@ -7,7 +7,7 @@
 `evaluation/grading/grade_sets.py` writes the grades and the metrics.
 
 `Generations.keep` appends to a part and flushes it to the operating system, so it outlives a killed process. A damaged
-last line is sampled again. The other files appear whole or not at all. This module does not sample or grade.
+last line's response is sampled again. The other files appear whole or not at all. This module doesn't sample or grade.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def trained_identity(directory: Path, step: int, weights: str) -> dict[str, Any]
 
     Args:
         directory: of the model that the run began with.
-        weights: distinguishes these weights from those after the same step of a run that resumed before it.
+        weights: distinguishes these weights from those of the same step, repeated from an earlier checkpoint.
     """
     return _named(directory, {"directory": str(directory.resolve()), "step": step, "weights": weights})
 

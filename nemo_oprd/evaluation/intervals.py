@@ -270,8 +270,8 @@ def paired_differences(after: Values, before: Values) -> dict[str, Difference]:
     """Returns the difference per metric of two evaluations of the same problems in the same order.
 
     Pairing removes what the two share: some problems are hard for both. Metrics that only one of them has, such as
-    pass@8 of 8 samples against 4, are left out, and so is `dist_4g` if these numbers differ: more samples repeat more
-    4-grams. Problems that lack a value in either are left out, too, and metrics without a common problem.
+    pass@8 of 8 samples against 4, are left out, and so is `dist_4g` if the numbers of samples differ: more samples
+    repeat more 4-grams. Problems that lack a value in either are left out, too, and metrics without a common problem.
 
     Raises:
         ValueError: the number of problems differs.

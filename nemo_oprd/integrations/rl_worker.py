@@ -112,7 +112,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         self._updates.append(self._oprd.finish())
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict] | None:
-        """Hook of the model: runs the teacher's forward pass, puts the student's observer into `packed_seq_params`."""
+        """Hook of the model: runs the teacher's pass and puts the student's observer into `packed_seq_params`."""
         if not self._training:
             return None
         kwargs = dict(kwargs)

@@ -5,7 +5,7 @@ This project reads a model's tokenizer from Hugging Face files in the model dire
 either one as files, and `with_tokenizer` makes a directory with the weights of a model (links) and such files. Both
 compare ids before a model uses the files. The module does not import NeMo: it reads the objects inside NeMo's wrappers.
 
-Left out: NeMo's chat templates with `roles`, which are no Jinja; other tokenizers of NeMo (characters, regular
+Left out: NeMo's chat templates with `roles`, which are not Jinja; other tokenizers of NeMo (characters, regular
 expressions, tiktoken), because no supported model family has one.
 """
 

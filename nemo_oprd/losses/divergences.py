@@ -204,7 +204,7 @@ def output_rows(
 
 
 def _among_sampled(logprob_C: torch.Tensor, p_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """Renormalizes log-probabilities [c] over the ids that can be sampled; `p_CV` are the probabilities of all ids."""
+    """Renormalizes log-probabilities [c] over the ids that can be sampled; `p_CV` are probabilities among all ids."""
     return logprob_C - log_sampled_mass(p_CV, shard) if shard.unsampled else logprob_C
 
 

@@ -286,8 +286,8 @@ def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
 def first_of_equal(logits_CV: torch.Tensor, values_CK: torch.Tensor, columns_CK: torch.Tensor) -> torch.Tensor:
     """The columns [c, k] of `logits_CV.topk(k)`'s values, where of equal values the first columns are taken.
 
-    `topk` returns the right values, but of the columns that hold the smallest of them, it returns any. These columns
-    are searched again, in ascending order. Nothing is read back to the host: only the device knows their number.
+    `topk` returns the right values, but if more columns than it returns hold the smallest value, it picks any of them.
+    These columns are searched again, in ascending order. Nothing is read back: only the device knows their number.
     """
     k, none = values_CK.shape[1], logits_CV.shape[1]
     smallest_C1 = values_CK[:, -1:]

@@ -118,7 +118,7 @@ class Router(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[S, B, D] -> logits [S, B, E]. Megatron's method would multiply float32 in TF32 with Transformer Engine.
 
-        With `moe_router_dtype` fp32 the product is computed in float32, and the experts' weights stay in float32.
+        With `moe_router_dtype` fp32 the product is computed in float32, and so are the weights that `routing` returns.
         """
         bias = getattr(self, "bias", None)
         if self.config.moe_router_dtype == "fp32":
@@ -165,7 +165,7 @@ class PaddedAllGather(MoEAllGatherTokenDispatcher):
     most_tokens: int | None = None
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, D], [N, E] -> the rows of all ranks of the group, each padded to the largest N; padding has no expert."""
+        """[N, D], [N, E] -> those of the group's ranks, each rank's padded to the largest N; padding has no expert."""
         if self.tp_size * self.ep_size == 1:
             return hidden_states, probs
         self._tokens = len(hidden_states)

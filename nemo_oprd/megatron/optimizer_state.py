@@ -152,7 +152,7 @@ def prepare_adam_for_loading(optimizer: Any) -> None:
 
 
 def first_state(parameter: torch.Tensor, *, counted: bool = True) -> dict[str, torch.Tensor]:
-    """Returns the state that AdamW's first step creates for a parameter; `counted`: with the step count of PyTorch's.
+    """Returns the state that AdamW's first step creates for a parameter; `counted`: with PyTorch's step count.
 
     The count lies where fused kernels expect it, on the parameter's device.
     """

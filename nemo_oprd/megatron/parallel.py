@@ -88,7 +88,7 @@ def device() -> torch.device:
 
 
 def on_device(values: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """Copies values from host memory to this process's device.
+    """Returns values in host memory as a tensor on this process's device; on a CPU, it shares their memory.
 
     On CUDA they are copied from pinned memory, so that the host does not wait: an ordinary copy waits until the device
     has finished all earlier work.

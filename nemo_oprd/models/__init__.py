@@ -87,7 +87,7 @@ def read_model_spec(path: str | Path, family: Family | None = None) -> ModelSpec
 
 
 def read_hf_config(path: str | Path) -> dict:
-    """Returns the language model's config in `path/config.json`, under a name that transformers knows.
+    """Returns the contents of `path/config.json`, as `language_model_config` returns them.
 
     If only hf_quant_config.json names a quantisation, `quantization_config` is read from there.
 
@@ -131,7 +131,7 @@ def transformers_config(path: str | Path) -> Any:
 def copy_hf_config(source: Path, target: Path) -> None:
     """Copies config.json into the directory `target`, for dequantised weights beside it.
 
-    It is copied byte for byte, unless `source` is quantised or transformers knows its model under another name.
+    Byte for byte, unless a quantisation is to be removed, or the name replaced by the one that transformers knows.
 
     Raises:
         ValueError: as `read_hf_config`.

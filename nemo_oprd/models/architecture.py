@@ -94,7 +94,7 @@ class DeltaNet:
 class Heads:
     """The key/value heads of a layer's attention, and the channels of its keys (and queries) and values.
 
-    `tied` says whether one projection makes both keys and values, which then differ by their norms only.
+    `tied` says whether one projection makes both keys and values, each of which then has a norm of its own.
     """
 
     kv: int
@@ -287,7 +287,7 @@ class Form:
     axis: int | None = None
 
     def sections(self, spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-        """Returns (name, rows) of each part that a Megatron checkpoint stores separately; empty if it stores one."""
+        """Returns (name, rows) of each part that a Megatron checkpoint stores separately; empty: it has one tensor."""
         return ()
 
     def join(self, tensors: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:

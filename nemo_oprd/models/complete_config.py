@@ -47,7 +47,7 @@ LEFT_OUT = (
 def language_model_config(hf_config: dict, source: str) -> dict:
     """Returns the config of the language model in a config.json, under a name that transformers knows.
 
-    A text model's config changes only if transformers knows the model under another name.
+    The config of a model outside `_ARCHITECTURES` changes only if transformers knows it under another name.
 
     Raises:
         ValueError: there is no language model in it, or the two configs contradict each other.

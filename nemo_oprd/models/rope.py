@@ -97,7 +97,7 @@ class Rope:
         return self._scaled_frequencies(head_dim)
 
     def _scaled_frequencies(self, head_dim: int) -> Frequencies:
-        """Computes `frequencies` for all other kinds, with transformers' functions."""
+        """Computes `frequencies` for kinds other than default and linear, with transformers' functions."""
         import torch
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -68,7 +68,7 @@ def refuse_what_vllm_reads_differently(directory: Path) -> None:
     """Raises ValueError if vLLM would load other files of a model than transformers.
 
     To vLLM, the index counts before a single file, and without an index every file counts. Files in Mistral's own
-    format (consolidated*.safetensors) have other names for tensors, and are left to the canary, which checks weights.
+    format (consolidated*.safetensors) name tensors differently; the canary checks that they hold the same weights.
     """
     files = [name for name in _names(directory.glob("*.safetensors")) if not name.startswith("consolidated")]
     if not files or not (directory / "config.json").is_file():

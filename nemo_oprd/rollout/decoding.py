@@ -38,7 +38,7 @@ class SampledColumns:
         self._gaps = torch.from_numpy(~sampled.mask).to(device) if sampled.gaps else None
 
     def of(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Sets logits [B, V or more] of ids that must not be sampled to -inf in place; returns the view [B, limit]."""
+        """Sets logits [B, V or more] of the gaps in the sampled ids to -inf in place; returns the view [B, limit]."""
         kept = logits_BV[:, : self._limit]
         return kept if self._gaps is None else kept.masked_fill_(self._gaps, -torch.inf)
 
@@ -91,7 +91,7 @@ def generate_whole_sequences(
 
     Args:
         model, role: the only chunk of a model without pipeline stages; its tensor ranks compute the same result.
-        should_cancel: called every `CHECK_WHOLE_SEQUENCES_EVERY` tokens.
+        should_cancel: called every `CHECK_WHOLE_SEQUENCES_EVERY` tokens; returns the same value on all tensor ranks.
     """
     sequences = [list(prompt) for prompt in prompts]
     stopped = [False] * len(prompts)

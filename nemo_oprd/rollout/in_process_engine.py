@@ -100,7 +100,7 @@ class MegatronEngine(Generates):
         self.weights = Weights(step, first_ranks(value) if self._with_digest else None)
 
     def load(self, read: TensorReader, source: str) -> None:
-        """Reads this rank's shards of a model on disk, see `RolloutEngine`."""
+        """Reads this rank's shards of a model on disk; see `RolloutEngine`."""
         self.weights = Weights(0)
         if self.model is not None:
             load_hf([self.model], self.spec, self.role, read, source)
@@ -119,7 +119,7 @@ class MegatronEngine(Generates):
     def collect(
         self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
-        """Samples this rank's part of the requests and shares the responses among all ranks, see `RolloutEngine`."""
+        """Samples this rank's part of the requests and shares the responses among all ranks; see `RolloutEngine`."""
         own_part, completed, requests = dict[int, Response](), True, ticket.requests
         if self.model is not None:
             own_part, completed = self._generate_own_part(ticket, should_cancel)
@@ -217,7 +217,7 @@ class MegatronEngine(Generates):
     def _batches(
         self, order: list[int], requests: list[Request], sampling: SamplingParams, budget: int
     ) -> list[list[int]]:
-        """Divides `order` into batches of at most `rollout.max_batch` requests and, at full length, `budget` tokens."""
+        """Divides `order` into batches of at most `max_batch` requests and `budget` tokens, padded to full length."""
         batches: list[list[int]] = []
         longest = 0
         for i in order:

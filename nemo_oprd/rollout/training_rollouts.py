@@ -109,7 +109,7 @@ class RolloutSampler:
     def settle(self, step: int) -> None:
         """Waits for responses that are under way: the weights after `step` steps are about to change.
 
-        Until this call the engine can send the same weights again to a server that it restarts.
+        Until this call returns, the engine can send the same weights again to a server that it restarts.
 
         Raises:
             StoppedSampling: as `rollouts`.
@@ -118,7 +118,7 @@ class RolloutSampler:
             self._collect(*self._under_way, step)
 
     def unchecked(self) -> list[list[Rollout]]:
-        """Returns the rollouts sampled from the engine's weights since the last call, a list per portion, in order.
+        """Returns the rollouts sampled from the engine's weights since the last call: lists, in the order of sampling.
 
         A part of a response is a rollout whose prompt is the whole text before the part.
         """

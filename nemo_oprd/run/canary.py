@@ -111,7 +111,7 @@ class _Built:
 
 
 def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = False) -> Iterator[Proof]:
-    """Yields the proof of each model of the run. Every rank of the world consumes all of them.
+    """Yields the proof of each model with weights of its own. Every rank of the world consumes all of them.
 
     The models must still hold the weights of their files.
 

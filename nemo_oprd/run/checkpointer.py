@@ -43,7 +43,7 @@ class Checkpointer:
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
         before_save: waits for the background writer: a run that resumes after a step does not write its files again.
         write_ahead: given (steps so far, directory of a checkpoint), writes the responses already sampled for later
-            steps into it; returns the path of each file in the directory -> its SHA-256.
+            steps into it; returns path in the directory -> SHA-256, of the files that it digested.
     """
 
     train: TrainConfig

@@ -58,8 +58,8 @@ def encode_prompts(
     """Returns the training prompts as requests, per file; applies `data.over_long` above `data.max_prompt_tokens`.
 
     Raises:
-        ValueError: all prompts of a file are too long; or a prompt is too long and `data.over_long=refuse`, cannot be
-            cut, leaves no room for a response, or lacks a field that `teacher.prompt` needs.
+        ValueError: all prompts of a weighted file, or of all files, are too long; or a prompt is too long and
+            `data.over_long=refuse`, cannot be cut, leaves no room for a response, or lacks a field of `teacher.prompt`.
     """
     limit, longest, number = config.data.max_prompt_tokens, 0, 0
     files = config.data.train_files
@@ -93,7 +93,7 @@ def encode_prompts(
 
 
 def _over_long(config: Config, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[Prompt, list[int]]:
-    """Drops the beginning of a long prompt's last message; returns the prompt with the words that fit, and its ids.
+    """Drops the beginning of a long prompt's problem; returns the prompt with the words that fit, and its ids.
 
     Raises:
         ValueError: `data.over_long=refuse`, or not even the last word fits.

@@ -53,7 +53,7 @@ class EngineKind:
         label: its name in reports.
         key: the group of configuration keys with its settings; `KEY.tensor` is the number of GPUs of a group.
         in_process: it samples in the trainer's processes from a copy of the student, in their remaining memory.
-        check: raises ValueError unless it is installed, or has addresses of servers, and can run the model. No torch.
+        check: raises ValueError unless it is installed, or given addresses, and can run the model; imports no torch.
         check_device: raises ValueError if it can't run the model on this machine; needs no process group.
         trainer_ranks: returns how many of the given ranks hold models of the trainer; the engine has the ranks after
             them. Raises ValueError if none remains.

@@ -134,7 +134,7 @@ class MetricsLog:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Removes an incomplete line, and those whose key `step` is above `step`; for a new run (0), all lines."""
+    """Removes an incomplete line with all after it, and lines whose `step` is above `step`; in a new run (0), all."""
     if not path.exists():
         return
     kept = []

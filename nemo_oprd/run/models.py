@@ -72,7 +72,7 @@ class ModelFiles:
     """
 
     def __init__(self, model: ResolvedModel, chat_template: ChatTemplate = NO_CHAT_TEMPLATE) -> None:
-        """`chat_template`: in place of the tokenizer's own."""
+        """Opens nothing yet; applies `chat_template` to the tokenizer when that is loaded."""
         self.source, self.directory, self.spec = model.source, model.directory, model.spec
         self._served = model.served
         self._key, self._chat_template = model.key, chat_template

@@ -52,7 +52,7 @@ class NamedFile:
     is_directory: bool = False
 
     def check(self, origin: Origin | None) -> None:
-        """Raises ValueError, which names the YAML file that sets the path, unless a file or directory is there."""
+        """Raises ValueError, naming the YAML file, unless `path` is a file or, with `is_directory`, a directory."""
         path = Path(self.path)
         if path.is_dir() if self.is_directory else path.is_file():
             return

@@ -1,6 +1,6 @@
-"""Chooses the builder of a model: this project or Megatron-Bridge (`provider=` in the configuration). No torch.
+"""Finds the family of a model that only Megatron-Bridge has; refuses `provider=own` for such a model.
 
-A reader of config.json needs the model's family. `find_family` returns it for a model that only Megatron-Bridge has.
+`find_family` returns None for a family of this project. Importing this module imports no torch.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ def merge_updates(updates: list[tuple[StepMetrics | None, Update | None]]) -> tu
 
 
 def _peak_memory_gb() -> float:
-    """Returns the peak of allocated CUDA memory since the last call in GB; without CUDA, of the process's memory."""
+    """Returns the peak, in GB, of CUDA memory since the last call; without CUDA, of the process's resident memory."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -205,7 +205,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
 def _written_aside(run: TrainingRun) -> Iterator[None]:
     """Waits for the background writers when the run ends or stops, and raises their errors.
 
-    After another error, it leaves that to the process's end (`runtime/background.py`), so that the error comes first.
+    After any other error, the writers end with the process (`runtime/background.py`), so that this error comes first.
     """
     failed = True
     try:

@@ -369,7 +369,7 @@ def _that_all_ranks_share(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sharded_average(student: Student, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns shards of the student's moving average, one key per layer, because it may have fewer layers."""
+    """Returns shards of the student's moving average, one key per layer: it may have fewer layers than the student."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
     parts = {}

@@ -59,7 +59,7 @@ def check_place(output: str | Path, key: str) -> None:
 
 
 def _shared_place(directory: Path) -> str | None:
-    """Describes a directory of the system or shared by all users; None for all others."""
+    """Describes the root, the user's home, or a directory of the system or the kernel; None for all others."""
     try:
         place = directory.resolve()
     except (OSError, ValueError):  # a name that no directory can have

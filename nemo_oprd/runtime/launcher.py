@@ -37,7 +37,7 @@ def report(message: str) -> None:
 
 
 def neighbour_reported(within_s: float = 0.0) -> bool:
-    """Waits up to `within_s` seconds for an error file of another rank here; returns whether there is one."""
+    """Returns whether a neighbour writes an error file within `within_s` seconds; sleeps that long without torchrun."""
     file, deadline = _error_file(), time.monotonic() + within_s
     while True:
         others = set() if file is None else set(file.parent.parent.glob(f"*/{file.name}")) - {file}

@@ -36,7 +36,7 @@ class StoppedWaiting(Stopped):
 
 
 def requested_stop() -> str | None:
-    """Returns the name of the signal that asked this run to stop ("SIGTERM"); None without, or outside of `Signals`."""
+    """Returns the signal that asked this run to stop, such as "SIGTERM"; None before any, or outside of `Signals`."""
     return None if _entered is None else _entered.received
 
 

@@ -39,7 +39,7 @@ def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> 
 
     Raises:
         ValueError: the wait took longer than `limit_s` seconds.
-        Stopped: SIGTERM or SIGUSR1 arrived, which nothing else handles. Ctrl-C raises KeyboardInterrupt, as always.
+        Stopped: SIGTERM or SIGUSR1 arrived and had no handler. Ctrl-C raises KeyboardInterrupt, as always.
         NeighbourFailed: another rank of this machine has reported an error to torchrun.
     """
     outcome, over = Future[T](), threading.Event()

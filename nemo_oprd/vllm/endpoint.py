@@ -84,7 +84,7 @@ def guest(token_file: str, output: str) -> dict[str, str]:
 
 
 def _secret(file: Path) -> bytes:
-    """Returns the secret in the file; makes a new one if the file is missing or others can read it, such as a copy."""
+    """Returns the secret in the file; makes a new one if `read_tokens` refuses it, as a copy open to other users."""
     try:
         return read_tokens(str(file))[0].encode()
     except ValueError:

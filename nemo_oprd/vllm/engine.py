@@ -197,7 +197,7 @@ class VllmEngine(Generates):
     def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`. The servers abort their requests, and stay paused until the next weights.
 
-        The call waits for no response. A dead server is restarted and gets the next weights; its tokens are lost.
+        The call waits for no response. A dead server is restarted, gets the next weights, and loses unfinished tokens.
 
         Raises:
             ValueError: a server refuses, or died too often.
@@ -213,7 +213,7 @@ class VllmEngine(Generates):
         return given
 
     def _go_on(self, ticket: VllmTicket) -> None:
-        """Begins a round unless one is under way; GenerationCancelled if the servers have no weights."""
+        """Begins a round unless one is under way; raises GenerationCancelled if the servers have no weights."""
         if ticket.under_way is not None:
             return
         if not self._version:

@@ -1,4 +1,4 @@
-"""A fleet: the servers that one rank starts, checks, restarts when they die, and ends, to sample or for a teacher.
+"""A fleet: the servers, for samples or of a teacher, that one rank starts or checks, restarts if they die, and ends.
 
 All ranks share the failures of an attempt, so that all of them try again, or end with the same line.
 """
@@ -73,7 +73,7 @@ class Failures:
 
 @dataclass
 class Fleet:
-    """The servers that this rank starts or checks, by number; none on most ranks.
+    """The servers that this rank starts or checks, by number; empty if it starts and checks none.
 
     Attributes:
         start_timeout: seconds until a server answers after its start.

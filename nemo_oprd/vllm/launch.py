@@ -120,7 +120,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
 
 
 def _config_overrides(directory: Path) -> dict[str, Any]:
-    """Returns the overrides of a student's config.json for servers, because the trainer sends plain weights."""
+    """Returns what servers must override in a student's config.json: they get a language model's plain weights."""
     overrides: dict[str, Any] = {}
     hf_config = with_modelopt_file(read_json(directory / "config.json", "a model's config", "copy it again"), directory)
     if is_renamed(hf_config):

@@ -146,7 +146,7 @@ class RequestQueue:
         self._waits: Any = _get_default_store().clone()  # type: ignore[attr-defined]
 
     def open(self, order: Sequence[int]) -> Callable[[], int | None]:
-        """Begins a round of `order`, equal on every rank; returns a function that claims its next request, or None."""
+        """Begins a round; returns a function that claims the next index in `order`, or None. `order`: equal on all ranks."""
         self._round += 1
 
         own = itertools.count()  # a single controller needs no store
@@ -358,7 +358,7 @@ class Rounds:
     def _wait(self, work: Future | None, should_cancel: Callable[[], bool] | None) -> bool:
         """Waits for all controllers; returns whether a cancellation ended this rank's part.
 
-        Any rank that `should_cancel` asks to stop tells the controllers; its results may differ between ranks.
+        Any rank on which `should_cancel` returns True tells the controllers; ranks may differ in what it returns.
         """
         cancelled, sampler = False, self._sampler
         while work is not None and not work.done():

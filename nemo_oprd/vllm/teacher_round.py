@@ -261,7 +261,7 @@ class RequestQueue:
         return None
 
     def taken(self, index: int) -> Request:
-        """Returns the request, which ends because this rank has its answer: the answer has left shared memory."""
+        """Ends a request under way, because its answer has left shared memory or will not come; returns the request."""
         self.waiting -= self.sizes[index]
         self._changed.set()
         return self.under_way.pop(index)
@@ -273,7 +273,7 @@ class RequestQueue:
 
 
 class _Whole:
-    """Joins the answers to the pieces of requests."""
+    """Joins the answers to the pieces of a request into one answer to the request."""
 
     def __init__(self, requests: Sequence[Request], owners: Sequence[int], take: Callable[[int, Answer], None]) -> None:
         """Begins without answers. `owners`: for each piece, the index of its request, whose pieces are adjacent."""

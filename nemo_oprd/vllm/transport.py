@@ -134,7 +134,7 @@ def release() -> None:
 
 
 def lacking(places: list[ServerPlacement], share: float) -> list[str]:
-    """Returns a line for each GPU at `places` with less than the fraction `share` of its memory free, on every rank."""
+    """Returns, equal on every rank, a line for each GPU at `places` with less than the fraction `share` free."""
     found = []
     for place in places:
         if dist.get_rank() not in place.ranks:

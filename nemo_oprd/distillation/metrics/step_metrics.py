@@ -30,7 +30,7 @@ class NamedSums:
     """Float64 sums by name, which are views of one flat tensor.
 
     All ranks have the same names in the same order. A stage adds the sums of its layers, the last stage also those of
-    the output loss. Among ranks with the same rows, only the first one adds its sums.
+    the output loss. Among ranks with the same rows, only the first one adds sums over them.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], place: torch.device) -> None:
@@ -65,7 +65,7 @@ class RouterMetrics:
 
     @property
     def nonfinite_reason(self) -> str | None:
-        """A text with both routers' losses if their weighted sum is not finite; else None."""
+        """A text with both losses of the routers if their weighted sum is not finite; else None."""
         if math.isfinite(self.loss):
             return None
         return ", ".join(f"{name} is {self.named[name]}" for name in ("moe/aux_loss", "moe/z_loss"))

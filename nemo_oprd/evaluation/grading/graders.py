@@ -114,7 +114,7 @@ def _number(answer: str) -> str | None:
 
 @lru_cache(maxsize=100_000)
 def _same_number(given: str, answer: str) -> bool | None:
-    """Returns whether two numbers are exactly equal (0.5 and 50 equal 50%); None if one is no plain number."""
+    """Returns whether two numbers are exactly equal (50 and 0.5 equal a reference of 50%); None if one is no number."""
     found, wanted = numerals.read(given), numerals.read(answer)
     if found is None or wanted is None:
         return None

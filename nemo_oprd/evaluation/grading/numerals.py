@@ -120,7 +120,7 @@ def read(text: str) -> Numeral | None:
 
 
 def _ends(tail: str) -> bool:
-    """Returns whether a number is complete before `tail`: a unit, a remark, a clause or nothing, not mathematics."""
+    """Returns whether a number ends before `tail`: a unit, a remark, a clause or nothing follows, no mathematics."""
     closing = _CLOSING.match(tail)
     assert closing is not None
     tail, glued = tail[closing.end() :], not closing.group()

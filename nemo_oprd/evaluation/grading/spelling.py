@@ -198,7 +198,7 @@ def as_interval(text: str) -> str | None:
 
 
 def _conjoined(text: str) -> str:
-    """Replaces the comma between two bounds: by `and` if the lower one is less than the upper one, else by `or`."""
+    """Replaces the comma between two bounds by `and` if the lower one is less than the upper one, else by `or`."""
     sides = text.split(",")
     if len(sides) != 2:
         return text

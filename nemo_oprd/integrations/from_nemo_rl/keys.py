@@ -335,7 +335,7 @@ def _loss(recipe: Recipe, made: Translated) -> None:
 
 
 def _loss_temperature(recipe: Recipe, made: Translated) -> None:
-    """Sets the loss temperatures: NeMo-RL divides each model's logits by the temperature of its `generation`."""
+    """Sets the one loss temperature; NeMo-RL divides each model's logits by the temperature of its `generation`."""
     student = made.get("rollout.temperature", 1.0)
     if student == 0:
         made.note(

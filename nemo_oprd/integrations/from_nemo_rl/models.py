@@ -128,7 +128,7 @@ def is_mopd(recipe: Recipe) -> bool:
 
 
 def _teachers_by_agent(recipe: Recipe, made: Translated, models: str) -> None:
-    """Sets the teachers, each with the agents of NeMo Gym whose responses it teaches as its data sources."""
+    """Sets the teachers; of several, each has the NeMo Gym agents whose responses it teaches as its data sources."""
     key, default = f"{MOPD}.teacher_model_by_agent_name", recipe.text(f"{MOPD}.default_teacher_alias")
     given, is_strict = recipe.get(key), recipe.flag(f"{MOPD}.strict_agent_name_match")
     if (

@@ -71,7 +71,7 @@ class BridgeFamily(Family):
 
         None for delta nets: Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold
         the weight itself, because the difference is not exact in bfloat16, and no field says so. None for latent
-        attention whose queries have no narrow state, from which Megatron-Bridge builds another model. None for Gemma 4,
+        attention whose queries have no narrow state: Megatron-Bridge builds another model of it. None for Gemma 4,
         whose description Megatron-Bridge writes and does not read.
         """
         direct = spec.latent is not None and not spec.latent.query_rank

@@ -157,8 +157,8 @@ def changed(provider: Any, cls: type) -> dict[str, Any]:
 def described(provider: Any) -> dict[str, Any]:
     """Returns the fields with which a checkpoint's run_config.yaml says what the model is, as plain YAML.
 
-    They are those of `ALWAYS`, and all others that differ from the default of the provider's class, except for layout,
-    precision, initialisation and kernels. How experts are computed is as Megatron-Bridge chooses it.
+    They are `ALWAYS`, with experts `OF_EXPERTS`, and all others that differ from the default of the provider's class,
+    but for layout, precision, initialisation and kernels. How experts are computed is as Megatron-Bridge chooses it.
     """
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(provider):

@@ -518,7 +518,7 @@ class ServedHead:
         return finite(self._checkpoint.__getitem__, self._checkpoint.path)(name)
 
     def find(self) -> str:
-        """Returns the name of the head in the files; if it is tied or has no head's name, of the only other [V, D].
+        """Returns the head's name in the files; if it is tied, or none is in `_HEADS`, that of the only other [V, D].
 
         Raises:
             ValueError: no tensor, or more than one, may be the head.

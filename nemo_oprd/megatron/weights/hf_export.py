@@ -55,7 +55,7 @@ def write_hf_model(
 def _write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> tuple[list[list[str]], int]:
-    """Writes shard-0.safetensors, shard-1.safetensors, ...; returns the tensor names per shard, and the bytes."""
+    """Writes shard-0.safetensors, shard-1.safetensors, ...; returns tensor names per shard, and the total of bytes."""
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     size = total = 0

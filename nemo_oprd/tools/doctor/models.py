@@ -149,7 +149,7 @@ def _similarity(
 def _standardized(
     states: States, layers: list[int], *, seed: int, project: bool
 ) -> tuple[dict[int, torch.Tensor], int]:
-    """Returns (index in `layers` -> rows of this rank, of mean 0 and variance 1 over all ranks; rows per layer)."""
+    """Returns (index in `layers` -> own rows, standardized over all ranks, projected if `project`; rows per layer)."""
     joined = {i: torch.cat(states[layer]) for i, layer in enumerate(layers) if layer in states}
     widths = torch.tensor([max((rows.shape[1] for rows in joined.values()), default=0)], device=device())
     dist.all_reduce(widths, op=dist.ReduceOp.MAX)
@@ -423,8 +423,8 @@ def distance(metrics: StepMetrics, vocabulary: int, k: int) -> Finding:
     """Checks whether the distributions of both models are at a distance that distillation can close.
 
     A teacher of another vocabulary, another alignment or another prompt format is about ln V away, and the student
-    learns noise from it; a teacher at distance 0 teaches nothing. A distance between these is a warning at most,
-    because a badly damaged student has it, too, and learns.
+    learns noise from it; a teacher at distance 0 teaches nothing. A KL up to `KL_WRONG` times ln V with an
+    overlap of at least `OVERLAP_WRONG` is a warning at most: a badly damaged student has both, and learns.
 
     Args:
         metrics: of an update on the sampled rollouts.

@@ -322,7 +322,7 @@ def _unlike(grader: BuiltinGrader, answer: str, prompt: Any) -> str | None:
 def tokenized(
     config: Config, student: Tokenizer, teacher: Tokenizer | None, prompts: Sequence[Prompt]
 ) -> Iterator[Finding]:
-    """Checks the tokens of a sample of prompts; `teacher`: the tokenizer of a teacher of the student's ids, or None."""
+    """Checks the tokens of a sample of prompts; `teacher`: tokenizer of one that reads the student's ids, else None."""
     count, check, limit = len(prompts), "prompt tokens", config.data.max_prompt_tokens
     contents = [prompt.text for prompt in prompts]
     ids = student.encode_plain(contents)

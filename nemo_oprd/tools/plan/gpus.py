@@ -104,7 +104,7 @@ def in_bytes(size: float, digits: int = 1) -> str:
 
 
 def count(number: float) -> str:
-    """A number of parameters. Example: "1.54 B"."""
+    """Formats a number of parameters. Example: "1.54 B"."""
     scale, name = next((each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= 0.1 * each[0]), (1.0, ""))
     return f"{number / scale:.{2 if scale > 1 else 0}f} {name}".strip()
 

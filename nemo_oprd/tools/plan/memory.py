@@ -163,7 +163,7 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
 def microbatches_in_flight(layout: Layout, pipeline: int, count: int) -> float:
     """Microbatches whose activations a pipeline rank holds at the same time: 1F1B, or its interleaved form.
 
-    With model chunks the number is in units of all chunks of the rank.
+    With virtual pipeline stages, a microbatch in one of the rank's model chunks counts as 1 / their number.
     """
     if layout.pipeline == 1:
         return 1.0
@@ -408,7 +408,7 @@ def update_memory(
 
 
 def injection_bytes(work: Workload, rows: float, state: float) -> float:
-    """Bytes while the gradient of a layer's loss is added: the state's gradient twice, and a chunk of rows.
+    """Bytes while the gradient of a layer's loss is added: the state's gradient twice, and a float32 chunk of rows.
 
     Args:
         rows: those of a microbatch on the rank.

@@ -162,8 +162,8 @@ def _with_servers(
 def _token_seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, groups: Groups) -> float:
     """Seconds of a decoding step of `batch` responses at a time on one group of GPUs.
 
-    It takes as long as reading weights and caches; in the trainer's processes at least as long as starting its
-    operations one by one or, for families without a cache, as computing whole sequences again.
+    It takes as long as reading weights and caches, and with servers `ASSUMED.server_token` more; in the trainer's
+    processes at least as long as starting its operations or, without a cache, computing whole sequences again.
     """
     spec, e = work.student, work.value_bytes
     weights = model_parameters(spec) * e / groups.gpus

@@ -1,4 +1,4 @@
-"""Teachers behind vLLM servers: the memory of a server, the bytes that it sends, and the seconds of a step's states."""
+"""Teachers behind vLLM servers: a server's memory, the bytes that it sends, and the time to get a step's states."""
 
 from __future__ import annotations
 

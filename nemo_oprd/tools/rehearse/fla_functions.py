@@ -33,7 +33,7 @@ def install() -> None:
 
 
 def l2norm(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Stands in for the L2 norm over K: [..., K] -> an empty tensor of this shape and dtype."""
+    """Stands in for the L2 norm over K: [..., K] -> an uninitialised tensor of this shape and dtype."""
     normed: torch.Tensor = _Norm.apply(x)
     return normed
 
@@ -46,7 +46,7 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stands in for a convolution: x [B, S, C], a kept view of a wider product; weight [C, W] -> ([B, S, C], None)."""
+    """Stands in for a convolution: x [B, S, C], which keeps a wider product; weight [C, W] -> ([B, S, C], None)."""
     if bias is not None:
         raise ValueError("a convolution with a bias, which no family has; expected none: remove the bias")
     return _Convolution.apply(x, weight, _chunks(x, cu_seqlens)), None

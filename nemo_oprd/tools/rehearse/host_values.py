@@ -126,7 +126,7 @@ LOADS: dict[str, Callable[[int, int, int], torch.Tensor]] = {
 
 @cache
 def visits(load: str, tokens: int, experts: int, per_token: int) -> torch.Tensor:
-    """The visits of tokens: bool [tokens, experts], in host memory."""
+    """Returns which experts each token visits: bool [tokens, experts], in host memory."""
     chosen = (LOADS[load](tokens, experts, per_token) + torch.arange(per_token)) % experts
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
 

@@ -72,7 +72,7 @@ def rehearse(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def failure_of(error: Exception) -> dict[str, Any]:
-    """Describes the error that ended the step, with the innermost line of this package (not of the rehearsal)."""
+    """Describes the error that ended a rehearsal, with the package's innermost line, outside the rehearsal if any."""
     here = str(Path(__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(PACKAGE))]
     own = [frame for frame in frames if not frame.filename.startswith(here)] or frames

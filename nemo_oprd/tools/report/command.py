@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     """Writes the page and prints its path.
 
     Raises:
-        ValueError: as `write_report`, `--follow` is not above 0 or above a day, or `--steps` is no range of steps.
+        ValueError: as `write_report`, `--follow` is not above 0 and at most a day, or `--steps` is no range of steps.
     """
     from nemo_oprd.tools.report.page import unfinished, write_report
     from nemo_oprd.tools.report.panels import parse_steps

@@ -120,7 +120,7 @@ class DifferenceRow:
 
 
 def paired(runs: Sequence[RunEvaluations]) -> tuple[list[str], list[DifferenceRow]]:
-    """(Metrics, rows): each run's last evaluation minus its first, its teacher's, and the last one of the first run."""
+    """Returns (metrics, rows): each run's last evaluation minus its first, its teacher's and the first run's last."""
     pairs = []
     for number_, run in enumerate(runs):
         if run.last is None:

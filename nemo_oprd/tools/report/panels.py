@@ -1,4 +1,4 @@
-"""The figures of the report and the metrics that they show; metrics without a figure are in TensorBoard alone.
+"""The figures of the report and the metrics that they show; TensorBoard shows metrics without a figure, too.
 
 The paper's figures are here under their metrics: accuracy over steps, and over training time with the memory of the
 run; response length; cosine similarity over steps and by position; the policy-gradient loss; the overlap of the top-k
@@ -72,7 +72,7 @@ def timeline_panel(runs: Sequence[Run], steps: tuple[int, int] | None) -> Panel:
 
 
 def shown(intervals: Sequence[Interval], steps: tuple[int, int] | None) -> list[Interval]:
-    """Returns the intervals of the first to the last of `steps`, and of sampling meanwhile; second 0 is their start.
+    """Returns the intervals of the first to the last of `steps`, and sampling, clipped there; second 0 is their start.
 
     Evaluations and checkpoints between steps belong to the earlier one. `steps` None: the last `DEFAULT_STEPS` ones.
     """

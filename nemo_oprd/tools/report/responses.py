@@ -235,8 +235,8 @@ class Shown:
 class Sample:
     """A problem with its responses, in order of time, the teacher's last.
 
-    `kinds` holds the filters that show it: "right" or "wrong", "truncated" of the last response of the student, and
-    "changed" if its first one had another grade.
+    `kinds` names the filters that show the problem: "right" or "wrong" and "truncated", by the student's last response;
+    "changed" if the student's first response had another grade.
     """
 
     problem: int

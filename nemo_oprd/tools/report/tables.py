@@ -35,7 +35,7 @@ _SMALL_GB = 0.1  # less is shown in MB
 
 @dataclass(frozen=True)
 class Cost:
-    """The time of one run by parts, (name, colour, text, share of the whole), and (name, text) of what it needed."""
+    """The time of a run by `parts` (name, key in `COLORS`, text, share) and `facts` (name, text) like peak memory."""
 
     key: Key
     total: str

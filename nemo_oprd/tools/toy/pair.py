@@ -99,7 +99,7 @@ def sample_problems(rng: np.random.Generator, count: int, exclude: np.ndarray) -
 
 
 def problem_key(problems: np.ndarray) -> np.ndarray:
-    """int64 [n]: a key for disjoint sets, the same for a+b and b+a."""
+    """Returns a key int64 [n] per problem (a, b), equal only for a+b and b+a, by which sets are kept disjoint."""
     return problems.min(axis=1) * (LARGEST + 1) + problems.max(axis=1)
 
 

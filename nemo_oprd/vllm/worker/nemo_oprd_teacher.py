@@ -422,7 +422,7 @@ class _Capture:
         job.final_filled[inside] = True
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor | None:
-        """Computes logits with scale, bias, softcap; None on ranks without them. _OutOfStep if one of several fails."""
+        """Logits with scale, bias, softcap; None on ranks without them. _OutOfStep if one of several ranks fails."""
         try:
             return self.model.compute_logits(states)
         except Exception as error:
