@@ -146,7 +146,7 @@ class RequestQueue:
         self._waits: Any = _get_default_store().clone()  # type: ignore[attr-defined]
 
     def open(self, order: Sequence[int]) -> Callable[[], int | None]:
-        """Begins a round; returns a function that claims the next index in `order`, or None. `order`: equal on all ranks."""
+        """Begins a round; returns a function that claims the next index in `order` (equal on all ranks), or None."""
         self._round += 1
 
         own = itertools.count()  # a single controller needs no store
