@@ -18,7 +18,7 @@ from nemo_oprd.cli import run_as_command
 from nemo_oprd.config.loading import default_config_dir
 from nemo_oprd.integrations import experiment
 from nemo_oprd.integrations.hydra_config import from_nemo, schema, section
-from nemo_oprd.integrations.tokenizers import use_tokenizer
+from nemo_oprd.integrations.tokenizers import config_with_tokenizer
 from nemo_oprd.run.preflight import preflight
 from nemo_oprd.train import train
 
@@ -35,7 +35,7 @@ def main(cfg) -> None:
     config = from_nemo(cfg, output=experiment.run_directory(log_dir))
     tokenizer = nemo_tokenizer(given)
     if tokenizer is not None:
-        use_tokenizer(config, tokenizer, log_dir / "models", given["chat_template"])
+        config = config_with_tokenizer(config, tokenizer, log_dir / "models", given["chat_template"])
     experiment.check_resume(settings, config)
     preflight(config, ranks, "train")
     train(config)

@@ -25,7 +25,7 @@ from nemo_oprd.config.types import (
 from nemo_oprd.losses.import_path import is_import_path
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class ParallelConfig:
     """Parallel sizes of one role. The data-parallel size follows from the number of ranks that the role has."""
 
@@ -100,7 +100,7 @@ def _check_system_prompt(text: str | None, key: str) -> str | None:
     return text
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class ModelSource:
     """The source of a model: a Hugging Face directory, or a Megatron checkpoint."""
 
@@ -131,14 +131,14 @@ class ModelSource:
         return str(self.checkpoint or self.hf_path)
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class ModelConfig(ModelSource):
     """A model and its layout."""
 
     parallel: Free[ParallelConfig] = field(default_factory=ParallelConfig)
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class StudentConfig(ModelConfig):
     """The trained model. The keys of routers are for a student with experts (docs/experts.md)."""
 
@@ -167,7 +167,7 @@ class StudentConfig(ModelConfig):
         return self
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class TeacherConfig(ModelConfig):
     """The model that the student learns from. With `teachers`, the keys besides the model hold for each of them."""
 
@@ -233,7 +233,7 @@ class TeacherConfig(ModelConfig):
         return self
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class TeacherSource(ModelSource):
     """One of several teachers: its model, and the responses that it teaches."""
 

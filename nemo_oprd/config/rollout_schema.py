@@ -59,7 +59,7 @@ def check_flags(flags: Sequence[str | int | float]) -> None:
             )
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class ServerConfig:
     """vLLM servers that a run starts, watches and ends, or external ones."""
 
@@ -121,7 +121,7 @@ class ServerConfig:
         return 0.4 if self.placement == "colocated" else 0.9
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class TeacherServerConfig(ServerConfig):
     """The servers of `teacher.engine=vllm` (docs/teacher_placement.md)."""
 
@@ -131,7 +131,7 @@ class TeacherServerConfig(ServerConfig):
     """GiB of shared memory on a machine for states that are asked for as responses finish; 0: none"""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class VllmConfig(ServerConfig):
     """The servers of `rollout.engine=vllm` (docs/vllm.md)."""
 
@@ -152,7 +152,7 @@ class VllmConfig(ServerConfig):
     """
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class RolloutConfig:
     """The keys of sampling from the student."""
 

@@ -42,7 +42,7 @@ from nemo_oprd.losses.registry import check_row_loss
 # The keys of `bridge` and `alignment`: models of different shape, and models with different tokenizers.
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class BridgeConfig:
     """The bridge between models of different shape or origin (docs/bridge.md).
 
@@ -88,7 +88,7 @@ class BridgeConfig:
         return self
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class AlignmentConfig:
     """The alignment of the student's tokens with the teacher's, if the teacher reads text.
 
@@ -105,7 +105,7 @@ class AlignmentConfig:
 # The keys of `train`: the optimization and the saved files.
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class TrainConfig:
     """The optimization, and what is saved."""
 
@@ -168,7 +168,7 @@ class TrainConfig:
 # The keys of `data`: the prompts for training and for validation.
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class DataConfig:
     """Prompt files: those for training, and any number of named sets for validation (docs/data.md)."""
 
@@ -230,7 +230,7 @@ class DataConfig:
 # The keys of `evaluation` and `logging`: measurements besides the losses, and the targets of metrics.
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class EvaluationConfig:
     """Sampling on validation sets every `every` steps, before the first and after the last (docs/evaluation.md)."""
 
@@ -254,7 +254,7 @@ class EvaluationConfig:
     """what compares answers that differ as text: math-verify, or `text`: nothing, they differ"""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class LoggingConfig:
     """Metrics: where they go besides metrics.jsonl, and measurements that are not made in every step."""
 
@@ -305,7 +305,7 @@ class LoggingConfig:
 # The keys of `loss`: the terms, their weights and the states that they compare (docs/design.md, "Loss semantics").
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class AdaptiveConfig:
     """Weights of layers and of positions that follow the measured gap between student and teacher.
 
@@ -320,7 +320,7 @@ class AdaptiveConfig:
     """decay of the gap's moving average over the updates"""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class RepresentationLossConfig:
     """The hidden-state term."""
 
@@ -406,7 +406,7 @@ class OutputLossConfig(DivergenceOptions):
         return self
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class LossConfig:
     """The terms of the total loss."""
 
@@ -457,7 +457,7 @@ class OwnConversation:
     is_set: bool
 
 
-@dataclass(config=STRICT)
+@dataclass(config=STRICT, frozen=True)
 class Config:
     """The configuration of a run."""
 

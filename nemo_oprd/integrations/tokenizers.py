@@ -16,12 +16,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_oprd.config.schema import Config, ModelSource
 from nemo_oprd.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from nemo_oprd.run.resolve import model_directory
+
+Model = TypeVar("Model", bound=ModelSource)
 
 # Texts whose ids both tokenizers must agree on: spaces in all places, digits, accents, full-width forms, other scripts,
 # characters that no vocabulary has, and line ends.
@@ -111,21 +114,24 @@ def with_tokenizer(model: ModelSource, tokenizer: Any, target: str | Path, chat_
     return target
 
 
-def use_tokenizer(config: Config, tokenizer: Any, directory: Path, chat_template: str | None = None) -> None:
-    """Points `config` to models in `directory` with this tokenizer: the student, and teachers that read its ids.
+def config_with_tokenizer(config: Config, tokenizer: Any, directory: Path, chat_template: str | None = None) -> Config:
+    """Returns `config` with models in `directory` that have this tokenizer: the student and teachers that read its ids.
 
     Raises:
         ValueError: as `with_tokenizer`.
     """
-    models: dict[str, ModelSource] = {"student": config.student}
-    if config.teacher.reads == "ids":
-        models["teacher"] = config.teacher
-        models |= {f"teacher_{number}": teacher for number, teacher in enumerate(config.teachers)}
-    for name, model in models.items():
+
+    def of(model: Model, name: str) -> Model:
         if model.hf_path is None and model.checkpoint is None:  # the student is its teacher, or there are several
-            continue
+            return model
         path = str(with_tokenizer(model, tokenizer, directory / name, chat_template))
-        model.hf_path, model.checkpoint = (path, None) if model.hf_path else (None, path)
+        return replace(model, hf_path=path if model.hf_path else None, checkpoint=None if model.hf_path else path)
+
+    config = replace(config, student=of(config.student, "student"))
+    if config.teacher.reads != "ids":
+        return config
+    teachers = [of(teacher, f"teacher_{number}") for number, teacher in enumerate(config.teachers)]
+    return replace(config, teacher=of(config.teacher, "teacher"), teachers=teachers)
 
 
 def _link(entries: Iterable[Path], directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,8 @@ def test_recorded_routes_are_those_of_the_model(
     read = read_rollouts(tmp_path / "rollouts.jsonl", VOCABULARY)
     assert read == rollouts
     config = load_config("verify", [f"student.hf_path={root / 'teacher'}", "teacher.hf_path=x", "output=unused"])
-    config.loss.representation.positions = "all"
+    representation = replace(config.loss.representation, positions="all")
+    config = replace(config, loss=replace(config.loss, representation=representation))
     plain = routed(config, rollouts)
     last = np.cumsum([rollout.length for rollout in rollouts]) - 1
     for rollout, again in zip(rollouts, read, strict=True):

@@ -11,7 +11,7 @@ import pytest
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import ModelSource
 from nemo_oprd.data.tokenizer import Tokenizer
-from nemo_oprd.integrations.tokenizers import use_tokenizer, with_tokenizer, write_tokenizer
+from nemo_oprd.integrations.tokenizers import config_with_tokenizer, with_tokenizer, write_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 # not among the texts that write_tokenizer compares
@@ -130,7 +130,7 @@ def test_the_models_that_get_the_tokenizer(overrides: list[str], replaced: list[
     model = make_model(tmp_path / "model", "llama")
     settings = ["student.hf_path=MODEL", *overrides]
     config = load_config("verify", [setting.replace("MODEL", str(model)) for setting in settings])
-    use_tokenizer(config, sentencepiece(tmp_path, "unigram"), tmp_path / "models")
+    config = config_with_tokenizer(config, sentencepiece(tmp_path, "unigram"), tmp_path / "models")
     paths = [source.hf_path for source in (config.student, config.teacher, *config.teachers) if source.hf_path]
     expected = [str(tmp_path / "models" / name) for name in replaced]
     assert paths == [*expected, *([str(model)] if "teacher.reads=text" in overrides else [])]

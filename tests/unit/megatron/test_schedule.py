@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.config.schema import Config, TrainConfig
+from nemo_oprd.config.schema import Config, LoggingConfig, TrainConfig
 from nemo_oprd.config.weight_schedule import WeightStage, largest, vanishes, weight_at
 from nemo_oprd.megatron import parallel
 from nemo_oprd.megatron.optimizer import learning_rate
@@ -33,8 +33,7 @@ def test_cosine_ends_at_the_minimum() -> None:
 def test_a_restart_drops_what_it_will_write_again(tmp_path: Path) -> None:
     """Killed in the middle of a line after step 4, resumed from the checkpoint of step 2."""
     parallel.init_distributed()
-    config = Config(output=str(tmp_path))
-    config.logging.tensorboard = False
+    config = Config(output=str(tmp_path), logging=LoggingConfig(tensorboard=False))
     lines = [json.dumps({"step": step, "rep/loss": 1.0}) for step in (0, 1, 2, 2, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "rep')
     log = MetricsLog(config, first_step=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_oprd.config.keys import keys
 from nemo_oprd.config.loading import load_config
+from nemo_oprd.config.schema import Config
 from nemo_oprd.models.checkpoint_directory import check_torch_dist
 from nemo_oprd.run.checks import LAYOUT_CHECKS
 from nemo_oprd.run.preflight import (
@@ -22,6 +25,7 @@ from nemo_oprd.run.preflight import (
     refused_start,
     run_checks,
 )
+from nemo_oprd.run.resolve import RunSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # The command line as `python -m nemo_oprd` runs it; at exit the modules that a mistake must not have waited for.
@@ -260,3 +264,16 @@ def test_doctor_writes_its_refusals(tmp_path: Path) -> None:
     found = json.loads(file.read_text())["findings"]
     assert [each["numbers"]["check"] for each in found] == ["no-loss", "no-prompts"] and len(lines) == 2
     assert {each["code"] for each in found} == {"train-refuses"}
+
+
+def test_the_stages_of_a_start_are_frozen() -> None:
+    from nemo_oprd.run.inputs import RunInputs
+    from nemo_oprd.run.training import TrainingRun
+
+    groups = {key.owner for key in keys(Config)}
+    assert Config in groups and len(groups) > 15
+    for stage in (*groups, StartRequest, RunSpec, RunInputs, TrainingRun):
+        assert stage.__dataclass_params__.frozen, stage
+    config = load_config("oprd_1p5b", PAIR)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -249,6 +250,6 @@ def test_the_recipe_across_tokenizers(tmp_path: Path) -> None:
     for spec, layout in zip((student, teacher), make_layouts(config, 8), strict=True):
         spec.check_tensor_parallel(layout.tensor, "tensor")
         assert layout.layers_per_stage(spec.num_layers) == [spec.num_layers]
-    config.teacher.reads = "ids"
+    config = replace(config, teacher=replace(config.teacher, reads="ids"))
     with pytest.raises(ValueError, match="vocabularies of 151936 and 200064 ids"):
         objective_of(config, student, teacher)
