@@ -1,7 +1,7 @@
 """Derives a run from a configuration and a number of ranks: models, layer pairs, teachers' shares and layouts.
 
-`resolve` makes the `LAYOUT_CHECKS` and returns what they read, so that no other code reads config.json or divides ranks
-a second time. It imports no torch and reads no weights: it reports a mistake within a second.
+`preflight` calls `derive` and makes all checks; `resolve` is `derive` with the `LAYOUT_CHECKS` alone. Later stages take
+architectures and layouts from here. No torch is imported and no weights are read: a mistake shows within a second.
 """
 
 from __future__ import annotations
