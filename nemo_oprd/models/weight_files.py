@@ -47,9 +47,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _chosen(directory: Path) -> list[Path]:
-    single, index = _named(directory)
-    if single.is_file():
-        return [single]
+    named, index = _named(directory), directory / INDEX
+    if named is not None:
+        return _indexed(named) if named.suffix == ".json" else [named]
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
     return _indexed(index) if index.is_file() else _others(directory)
 
 
@@ -83,27 +85,27 @@ def refuse_what_vllm_reads_differently(directory: Path) -> None:
         )
 
 
-def _named(directory: Path) -> tuple[Path, Path]:
-    """Returns the paths of a single file of weights and of an index of shards, which need not exist."""
+def _named(directory: Path) -> Path | None:
+    """Returns the file of weights, or the index of shards, that config.json names; None if it names none."""
     config = directory / "config.json"
     name = None
     if config.is_file():
         name = read_json(config, "an object with model_type", "copy it from the model's source again").get(_NAMED)
     if name is None:
-        return directory / SINGLE, directory / INDEX
+        return None
     if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_file():
         raise ValueError(
             f"{config}: {_NAMED}={name!r}; expected the name of a file in {directory}: copy that file from the model's "
             "source, or correct the key"
         )
-    return (directory / INDEX, directory / name) if name.endswith(".json") else (directory / name, directory / INDEX)
+    return directory / name
 
 
 def _indexed(index: Path) -> list[Path]:
-    """Returns the files that an index names; ValueError if it has no weight_map, or a file is not beside it."""
+    """Returns the files that an index names; ValueError if it names none, or a file is not beside it."""
     expected, fix = "an object with weight_map", "copy it from the model's source again"
     weight_map = read_json(index, expected, fix).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map is {weight_map!r:.80}, expected tensor names and files; {fix}")
     elsewhere = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
     if elsewhere:

@@ -67,6 +67,15 @@ LEFT = {
         lambda d: (add_index(d, "chosen-1.safetensors", NAMED_INDEX), name_in_config(d, NAMED_INDEX)),
         ["chosen-1.safetensors"],
     ),
+    "an index that config.json names beside another": (
+        lambda d: (
+            add_index(d, "chosen-1.safetensors", NAMED_INDEX),
+            add_index(d),
+            (d / "model.safetensors").unlink(),
+            name_in_config(d, NAMED_INDEX),
+        ),
+        ["chosen-1.safetensors"],
+    ),
 }
 
 
@@ -92,6 +101,14 @@ def test_what_is_left_out_is_told_once(model: Path, caplog: pytest.LogCaptureFix
         "left out"
     )
     assert beside == f"{model}: the weights there are read without the adapter beside them (adapter_config.json)"
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [SHARD]])
+def test_an_index_that_names_no_file_is_refused(model: Path, weight_map: Any) -> None:
+    (model / "model.safetensors").unlink()
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(ValueError, match=rf"{INDEX}: weight_map is .*, expected tensor names and files; copy it from"):
+        weight_files(model)
 
 
 def test_servers_must_read_the_same(model: Path) -> None:
