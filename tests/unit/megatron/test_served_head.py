@@ -56,6 +56,12 @@ def test_a_scale_of_zero_is_refused(tmp_path: Path) -> None:
         head_of(tmp_path, CONFIG | {"model_type": "granite", "logits_scaling": 0}, torch.bfloat16)
 
 
+@pytest.mark.parametrize("part", ["some text", [CONFIG], []])
+def test_a_part_that_is_no_config_is_refused(tmp_path: Path, part: object) -> None:
+    with pytest.raises(ValueError, match=r"config.json: text_config=.*; expected the language model's config: copy"):
+        head_of(tmp_path, CONFIG | {"text_config": part}, torch.bfloat16)
+
+
 def test_bias(tmp_path: Path) -> None:
     """A tensor of another shape is not it."""
     assert head_of(tmp_path, CONFIG, torch.bfloat16).bias() is None
