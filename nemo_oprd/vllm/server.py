@@ -97,8 +97,9 @@ class Server:
     def check_deaths(self, why: str, where: str = "") -> None:
         """Raises ServerRefused if no restart is left. `why`: the reason of the last death; `where` ends the message."""
         if self.generation > self.max_restarts:
+            said = self.last_words()
             raise ServerRefused(
-                f"{self.name} died {self.generation} times, the last time because: {why}{self.last_words()}; "
+                f"{self.name} died {self.generation} times, the last time because: {why}{'' if said in why else said}; "
                 f"expected at most {self.max_restarts} deaths ({self.key}.max_restarts){where}"
             )
 

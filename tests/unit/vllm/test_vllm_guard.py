@@ -18,7 +18,7 @@ import pytest
 from default_signals import default_signals
 
 from nemo_oprd.vllm import guard
-from nemo_oprd.vllm.server import WORKER_FOLDER, LocalServer, ServerDied
+from nemo_oprd.vllm.server import WORKER_FOLDER, LocalServer, ServerDied, ServerRefused
 
 # Python's resource tracker would remove the shared memory, too, and hide that nobody else did.
 COMMAND = """
@@ -277,6 +277,15 @@ class TestLocalServer:
         bench.check_nothing_is_left(removed=False)
         with pytest.raises(ServerDied, match="server 0 has ended"):
             server.check_alive()
+
+    def test_its_last_words_are_said_once(self, server: LocalServer) -> None:
+        """The reason of a death has them already, or they came after it."""
+        server.log.write_text("\n--- start 2: command\nRuntimeError: no such device\n")
+        server.generation = 2
+        for why in ("server 0 has ended" + server.last_words(), "no answer"):
+            with pytest.raises(ServerRefused, match=r"died 2 times, the last time because: .*RuntimeError") as refused:
+                server.check_deaths(why)
+            assert str(refused.value).count("it said: RuntimeError: no such device") == 1
 
     def test_guard_and_server_are_killed(self, bench: Bench, server: LocalServer) -> None:
         """Only what was noted before is known then; the buckets of the trainer are not among it."""
