@@ -3,7 +3,7 @@
 Modules log with `logging.getLogger(__name__)`, and importing them sets nothing up; a command calls `show`. A message is
 a line without level or name, on stderr. The first rank shows those of level INFO, and every rank its warnings, with the
 rank. `extra=ON_STDOUT` is for progress that has always been on stdout, `extra=ANY_RANK` for a message of one rank
-alone, which may be any rank.
+alone, which may be any rank. Durations and ranges of numbers are formatted here, too.
 """
 
 from __future__ import annotations

@@ -155,15 +155,20 @@ def _layer_map(run: Config, files: RunFiles, number: int) -> LayerMap | None:
 def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, list[str]]:
     """Returns source -> rendered prompts: `some` of training, and at most `RENDERED_PROMPTS` of each validation set.
 
+    A teacher that reads other prompts than the student has those of `some` that it teaches as a source of its own.
     Empty if a prompt cannot be rendered; `train` names it.
     """
     student, template = files.student.tokenizer, run.teacher.prompt
+    taught_by = files.models.routing.teachers_of([prompt.data_source for prompt in some])
     try:
         found = {"data.train": [student.render(p.messages, True, p.tools) for p in some]}
-        if teacher_reads(run) != "ids":
-            teacher = files.teachers[0].tokenizer
-            texts = [teacher.render(p.teacher_messages(template), True, p.tools) for p in some]
-            found["data.train as the teacher reads it"] = texts
+        for number, teacher in enumerate(files.teachers):
+            if teacher_reads(run, number) == "ids":
+                continue
+            own = [prompt for prompt, chosen in zip(some, taught_by, strict=True) if chosen == number]
+            texts = [teacher.tokenizer.render(p.teacher_messages(template), True, p.tools) for p in own]
+            name = files.models.teachers[number].model.key if run.teachers else "the teacher"
+            found[f"data.train as {name} reads it"] = texts
         for name, problems in validation_problems(run).items():
             first = problems[:RENDERED_PROMPTS]
             found[f"data.validation.{name}"] = [student.render(p.messages, True, p.tools) for p in first]

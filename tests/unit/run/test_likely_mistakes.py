@@ -91,6 +91,14 @@ def test_a_teacher_that_reads_one_text(pair: Path, tmp_path: Path) -> None:
     one = [f"teacher.hf_path={teacher}", "teacher.prompt='{prompt}'"]
     train, doctor = said(pair, *one)
     assert [line.partition(": ")[0] for line in train] == ["data.train as the teacher reads it"] and train == doctor
+    # the second of two teachers, whose prompts are a part of all
+    first = f"{{hf_path: {pair / 'teacher'}, data_sources: [toy_addition]}}"
+    several = f"teachers=[{first}, {{hf_path: {teacher}, system_prompt: Add.}}]"
+    rest = [json.dumps({"prompt": f"{i}+2=", "answer": str(i + 2), "data_source": "other"}) for i in range(9)]
+    (tmp_path / "rest.jsonl").write_text("\n".join(rest) + "\n")
+    files = f"data.train=[{pair / 'prompts' / 'train.jsonl'},{tmp_path / 'rest.jsonl'}]"
+    train, doctor = said(pair, "teacher.hf_path=null", several, files)
+    assert [line.partition(": ")[0] for line in train] == ["data.train as teachers[1] reads it"] and train == doctor
     rows = [json.dumps({"prompt": "1+2=", "answer": "3"})] * 12
     (tmp_path / "same.jsonl").write_text("\n".join(rows) + "\n")
     (line,) = said(pair, f"data.train={tmp_path / 'same.jsonl'}")[0]
