@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from benchmarks.peer_parts.cases import BETAS, CLIP, EPS, RATE, WEIGHT_DECAY
@@ -65,10 +63,9 @@ def main() -> None:
         measured.losses.append(metrics.loss)
         measured.norms.append(update.grad_norm)
     trained = (p.numel() for chunk in student.chunks for p in chunk.parameters() if p.requires_grad)
-    measured.write(parameters=sum(trained), version=__version__)
+    parameters = sum(trained)
     distiller.close()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.distributed.barrier()
+    measured.finish(parameters=parameters, version=__version__)
 
 
 if __name__ == "__main__":

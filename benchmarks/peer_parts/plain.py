@@ -169,7 +169,7 @@ def main() -> None:
         measured.losses.append(loss)
         measured.norms.append(norm)
     trained = sum(p.numel() for p in loop.parameters)
-    measured.write(parameters=trained, version=transformers.__version__)
+    measured.finish(parameters=trained, version=transformers.__version__)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,21 @@ heavy is imported here, so that a start has the cost of its product alone.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 # updates before the measured ones: the second still takes new pages, of which a longer run has none
 WARM_UPS = 2
+# seconds that a rank waits for the others at the end: they do the same work
+OTHERS_S = 60.0
 
 
 def stamp() -> dict[str, float]:
@@ -76,8 +79,24 @@ class Measurement:
         yield
         self.end()
 
-    def write(self, *, parameters: int, version: str) -> None:
-        """Writes all of it. `parameters`: the numbers that the optimizer changes, over all ranks."""
+    def finish(self, *, parameters: int, version: str) -> NoReturn:
+        """Writes all of it, and ends the process when all ranks have written theirs.
+
+        The usual end of a process may wait for ever or abort (both seen with torch 2.13): Gloo's thread needs the
+        interpreter's lock to free a tensor, but a reducer of DistributedDataParallel holds it while it waits for this
+        thread, or the interpreter is gone.
+
+        Args:
+            parameters: the numbers that the optimizer changes, over all ranks.
+        """
         computed = {"losses": self.losses, "norms": self.norms, "parameters": parameters, "version": version}
         peak = stamp()["peak_rss_mb"]
         self._target.write_text(json.dumps({**self._found, **computed, "peak_rss_mb": peak}))
+        # a rank that left earlier would break the connections of those that still compute
+        ranks = [self._target.with_name(f"rank{number}.json") for number in range(self.spec["ranks"])]
+        deadline = time.monotonic() + OTHERS_S
+        while not all(map(Path.is_file, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -33,7 +33,7 @@ def main() -> None:
         measured.losses.append(sum(len(each) for each in ids))
         measured.norms.append(len(ids))
     sampler.close()
-    measured.write(parameters=0, version=torch.__version__)
+    measured.finish(parameters=0, version=torch.__version__)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ its default, the reverse KL over the whole vocabulary, mean over all tokens.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -120,9 +119,7 @@ def main() -> None:
     measured.losses = trainer.losses  # with several ranks the rank's share, times the ranks
     measured.norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    measured.write(parameters=trained, version=f"{trl.__version__}, transformers {transformers.__version__}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        torch.distributed.destroy_process_group()
+    measured.finish(parameters=trained, version=f"{trl.__version__}, transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":
