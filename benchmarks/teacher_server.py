@@ -5,7 +5,7 @@
 All ways compute the same sequences with the same float32 weights and one compute thread on a CPU, and take turns, so
 that all of them see the same changes of a busy machine; the first turn does not count. The server computes
 
-    no capture       the requests alone, without an ask
+    no capture       the requests alone, without a state request
     states           the last R rows of L layers, through shared memory: what a run's own server does
     log-probability  the same, and log-probability and entropy of these rows' next tokens, by the server's head
     states by HTTP   as `states`, from a server of `nemo-oprd serve --role teacher`, as the HTTP answers of requests
@@ -44,7 +44,7 @@ from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
-from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 from tests.support.random_pair import Shape, save_random_model
 
 SHAPE = Shape(12, 384, 1024, 6, 2, 4096, 1024)
@@ -88,16 +88,18 @@ class Turn:
     def requests(self, *, logprobs: bool) -> list[Request]:
         """One per sequence."""
 
-        def ask(ids: list[int]) -> Ask:
+        def state_request(ids: list[int]) -> StateRequest:
             name, final = uuid.uuid4().hex, self.rows if logprobs else []
             tokens = [ids[row + 1] for row in final] if logprobs else None
-            return Ask(name, self.layers, self.rows, final, tokens, vocabulary=SHAPE.vocab_size, chunk=256)
+            return StateRequest(name, self.layers, self.rows, final, tokens, vocabulary=SHAPE.vocab_size, chunk=256)
 
-        return [Request(ids, ask(ids)) for ids in self.ids]
+        return [Request(ids, state_request(ids)) for ids in self.ids]
 
     def answer_bytes(self, *, logprobs: bool) -> int:
         """Bytes of all answers, without their headers."""
-        return sum(sum(each.ask.sizes(SHAPE.hidden_size, "float32")) for each in self.requests(logprobs=logprobs))
+        return sum(
+            sum(each.state_request.sizes(SHAPE.hidden_size, "float32")) for each in self.requests(logprobs=logprobs)
+        )
 
 
 class _Ignored:
@@ -108,7 +110,7 @@ class _Ignored:
 
 
 def without_capture(servers: TeacherServers, turn: Turn) -> None:
-    """The requests of a turn without an ask, as many at a time as with one."""
+    """The requests of a turn without a state request, as many at a time as with one."""
     bodies = [request.body() for request in turn.requests(logprobs=False)]
     for body in bodies:
         del body["sampling_params"]["extra_args"]

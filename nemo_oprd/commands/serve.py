@@ -79,7 +79,7 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
     cuda, sampled = devices is not None, servers_ids(config, student)
     arguments = server_arguments(config, spec, student.directory, sampled, cuda=cuda)
     token_file = _token_file(options.token_file)
-    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_middleware.Door"])
+    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_middleware.Middleware"])
     os.umask(0o077)  # only this user may access the socket and the files that vLLM writes
     os.execve(python, command, server_environment(devices) | {TOKEN_FILE: str(token_file)})
 
@@ -109,7 +109,9 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
     longest = longest_sequence(config, Canary(teacher.spec, teacher.directory, DTYPES[config.precision], None))
     arguments = teacher_arguments(config, teacher.directory, longest, cuda=devices is not None)
     token_file = _token_file(options.token_file, KEY)
-    command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_teacher_middleware.TeacherDoor"])
+    command = server_command(
+        python, arguments, [*listen, "--middleware", "nemo_oprd_teacher_middleware.TeacherMiddleware"]
+    )
     with closing(SharedFolder()) as folder:
         environment = server_environment(devices) | {
             TOKEN_FILE: str(token_file),

@@ -215,7 +215,7 @@ class RolloutConfig:
         return self.segment_tokens
 
     @property
-    def ahead(self) -> int:
+    def early_steps(self) -> int:
         """Returns how many steps before its own step, at most, the sampling of a response begins."""
         return self.max_lag // 2 if self.mode == "stream" else self.max_lag
 

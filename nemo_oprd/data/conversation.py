@@ -103,7 +103,7 @@ def _pruned(value: Any, keep: str | None = None) -> Any:
     return value
 
 
-def fields_beside_text(messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> str:
+def non_text_fields(messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> str:
     """Returns a conversation's roles, tools and fields other than text as JSON; "" for a usual conversation.
 
     A usual conversation has no tools and no such fields. User and assistant take turns, and the user is last; an even

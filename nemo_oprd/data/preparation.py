@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nemo_oprd.data.conversation import fields_beside_text
+from nemo_oprd.data.conversation import non_text_fields
 from nemo_oprd.data.prompts import HELD_OUT, Prompt, load_prompts
 from nemo_oprd.data.text import SuffixCounts, identity, normalize, share_of, with_suffix, without_instructions, words_of
 
@@ -67,7 +67,7 @@ class Texts:
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         contents = [prompt.text for prompt in prompts]
         bodies = [normalize(text) for text in without_instructions(contents)]
-        others = [fields_beside_text(prompt.messages, prompt.tools) for prompt in prompts]
+        others = [non_text_fields(prompt.messages, prompt.tools) for prompt in prompts]
         self.forms = [
             {body + other, normalize(text) + other} for body, text, other in zip(bodies, contents, others, strict=True)
         ]

@@ -17,7 +17,7 @@ TRIED = 20
 TOOLS = "tools"
 
 
-class Asked(Protocol):
+class HasMessages(Protocol):
     """A prompt or a request: its fields that a chat template reads."""
 
     @property
@@ -27,20 +27,20 @@ class Asked(Protocol):
     def tools(self) -> tuple[Tool, ...]: ...
 
 
-def unread_fields(tokenizer: Tokenizer, asked: Sequence[Asked]) -> dict[str, int]:
+def unread_fields(tokenizer: Tokenizer, asked: Sequence[HasMessages]) -> dict[str, int]:
     """Returns fields that the template does not read -> number of conversations with them; `TOOLS` for the tools.
 
     Raises:
         ValueError: the template fails on one of the conversations that are tried.
     """
-    having: dict[str, list[Asked]] = {}
+    having: dict[str, list[HasMessages]] = {}
     for each in asked:
         for name in _fields(each):
             having.setdefault(name, []).append(each)
     return {name: len(found) for name, found in having.items() if not _is_read(tokenizer, name, found)}
 
 
-def template_notes(tokenizer: Tokenizer, asked: Sequence[Asked], source: str, reader: str) -> list[str]:
+def template_notes(tokenizer: Tokenizer, asked: Sequence[HasMessages], source: str, reader: str) -> list[str]:
     """Returns log lines about fields that the chat template does not read, and about a template that writes the date.
 
     `source` and `reader` name the prompts and the model in the lines. Raises ValueError as `unread_fields`.
@@ -72,7 +72,7 @@ def examples(tokenizer: Tokenizer, prompts: Sequence[Any], most: int = 8) -> Ite
         yield source, tokenizer.render(first[source].messages, True, first[source].tools)
 
 
-def _fields(asked: Asked) -> list[str]:
+def _fields(asked: HasMessages) -> list[str]:
     """Returns the fields of a conversation besides roles and texts, each once, in their order."""
     found = (name for message in asked.messages for name, value in message.items() if value not in NO_CONTENT)
     return [
@@ -81,7 +81,7 @@ def _fields(asked: Asked) -> list[str]:
     ]
 
 
-def _is_read(tokenizer: Tokenizer, name: str, having: Sequence[Asked]) -> bool:
+def _is_read(tokenizer: Tokenizer, name: str, having: Sequence[HasMessages]) -> bool:
     """Returns whether the template renders any of at most `TRIED` conversations differently without field `name`."""
     for each in having[:: -(-len(having) // TRIED)]:
         whole = tokenizer.render(each.messages, True, each.tools)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from nemo_oprd.data.conversation import fields_beside_text
+from nemo_oprd.data.conversation import non_text_fields
 from nemo_oprd.data.prompts import Prompt
 
 # of LaTeX: marks of formulas, sizes of brackets, thin spaces
@@ -53,7 +53,7 @@ def identity(prompt: Prompt, suffix: str | None = None) -> str:
     parts = [normalize(message.get("content") or "") for message in prompt.messages]
     if suffix is not None:
         parts[prompt.asked] = parts[prompt.asked].removesuffix(normalize(suffix)).rstrip()
-    return "\n".join([*parts, *filter(None, [fields_beside_text(prompt.messages, prompt.tools)])])
+    return "\n".join([*parts, *filter(None, [non_text_fields(prompt.messages, prompt.tools)])])
 
 
 def share_of(identity_text: str) -> float:

@@ -136,7 +136,7 @@ class Distiller:
                 targets[number] = teacher.targets(batch.rollouts, plan, part, self.student.role, batch.objective)
         return targets
 
-    def ask_ahead(self, step: int, rollouts: Sequence[Rollout]) -> None:
+    def prefetch(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Lets teachers begin with complete responses of a step (0-based) before its batch is full; from any thread.
 
         Does nothing in an update that measures drawn rows (`only_watched`), because the draw needs the whole batch.
@@ -152,7 +152,7 @@ class Distiller:
                 part = plan.of_teacher(number)
                 if part is not None:
                     made = part.for_teacher(teacher.role.layout, 1, budget)
-                    teacher.ask_ahead(step, [rollout], made, objective)
+                    teacher.prefetch(step, [rollout], made, objective)
 
     def start(
         self, batch: StepBatch, sampled_logprobs: Logprobs | None = None, *, whole_gradients: bool = False

@@ -178,15 +178,15 @@ class HiddenStateLoss:
                 profile = self._sum("profile", hidden, 2, PROFILE_BINS)
                 profile.scatter_add_(1, target.bins[:, chunk], cosine.expand(2, -1))
 
-    def _sum(self, name: str, beside: torch.Tensor, *shape: int) -> torch.Tensor:
-        """The sum `name` on the device of `beside`; zeros at first."""
+    def _sum(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """The sum `name` on the device of `like`; zeros at first."""
         if name not in self.sums:
-            self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=beside.device)
+            self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=like.device)
         return self.sums[name]
 
-    def _sums_of_layer(self, layer: int, beside: torch.Tensor) -> torch.Tensor:
+    def _sums_of_layer(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """The sums of `layer`, [len(LAYER_SUMS)]: a view of the sum "layers"."""
-        return self._sum("layers", beside, len(self.layers), len(LAYER_SUMS))[self.layers.index(layer)]
+        return self._sum("layers", like, len(self.layers), len(LAYER_SUMS))[self.layers.index(layer)]
 
 
 LayerSums: TypeAlias = dict[int, dict[str, float]]

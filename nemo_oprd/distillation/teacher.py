@@ -95,14 +95,14 @@ class Teacher:
         """
         raise NotImplementedError
 
-    def ask_ahead(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
+    def prefetch(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
         """Announces responses of a step's batch to a teacher that can begin to compute; from any thread.
 
         Args:
             plan: the plan of these responses alone, for the teacher's layout.
         """
 
-    def asked_ahead(self, step: int) -> tuple[float, float] | None:
+    def prefetch_span(self, step: int) -> tuple[float, float] | None:
         """The times of this rank's first early request for a step's batch, and of the last answer; None without any."""
         return None
 

@@ -26,7 +26,7 @@ from nemo_oprd.evaluation.grading.graders import GraderChoice
 from nemo_oprd.evaluation.intervals import scalars
 from nemo_oprd.evaluation.responses import FACTS, response_of
 from nemo_oprd.megatron.parallel import first_ranks
-from nemo_oprd.rollout.concurrent_evaluation import Beside
+from nemo_oprd.rollout.concurrent_evaluation import EvaluationRequests
 from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, SamplingParams
 from nemo_oprd.rollout.exchange import first_ranks_rollouts
 from nemo_oprd.runtime.messages import hours_minutes_seconds
@@ -96,7 +96,7 @@ class Evaluator:
         self.config, self.tokenizer = config, tokenizer
         self.graders = GraderChoice(config.evaluation.graders, config.evaluation.judge)
         # an evaluation that was sampled together with other responses, and its responses by set
-        self._beside: tuple[Generations, dict[str, dict[int, Rollout]]] | None = None
+        self._concurrent: tuple[Generations, dict[str, dict[int, Rollout]]] | None = None
         self.sets: dict[str, list[Prompt]] = {}
         self.ids: dict[str, list[list[int]]] = {}
         report = DataReport()
@@ -207,7 +207,7 @@ class Evaluator:
                 return False
         return True
 
-    def beside(self, generations: Generations) -> Beside:
+    def evaluation_requests(self, generations: Generations) -> EvaluationRequests:
         """Returns all requests of an evaluation, to sample them with others; `evaluate` then finds the responses.
 
         Args:
@@ -230,9 +230,9 @@ class Evaluator:
             taken: dict[str, dict[int, Rollout]] = {name: {} for name in self.sets}
             for (of, i), rollout in zip(places, rollouts, strict=True):
                 taken[of.name][i] = rollout
-            self._beside = generations, taken
+            self._concurrent = generations, taken
 
-        return Beside(requests, keep, take)
+        return EvaluationRequests(requests, keep, take)
 
     def _set_key(self, name: str, generations: Generations) -> SetKey:
         key = (self.config.seed, EVALUATION_STREAM, [*self.sets].index(name))
@@ -257,13 +257,14 @@ class Evaluator:
     ) -> tuple[list[Rollout], bool]:
         """Returns (responses to a set in order, whether any was sampled); if none was, only the first rank has them."""
         requests = self._requests(of)
-        beside = {} if self._beside is None or self._beside[0] is not generations else self._beside[1][of.name]
+        taken = self._concurrent
+        sampled = {} if taken is None or taken[0] is not generations else taken[1][of.name]
         # the files of other machines' ranks may appear late
-        kept = (generations.kept(of, requests) | beside) if dist.get_rank() == 0 else {}
+        kept = (generations.kept(of, requests) | sampled) if dist.get_rank() == 0 else {}
         # the other ranks need no responses of a set that is complete
         is_complete = first_ranks(len(kept) == len(requests))
         if kept:
-            how = "were sampled beside a step" if beside else "are kept from an earlier start"
+            how = "were sampled beside a step" if sampled else "are kept from an earlier start"
             logger.info(f"evaluating {prefix}{of.name}: {len(kept)} of {len(requests)} responses {how}")
         if is_complete:
             return [kept[i] for i in range(len(kept))], False

@@ -4,7 +4,7 @@
     finetune(config, step)
 
 The loop calls the step for one microbatch after the other, on each pipeline stage when the student's schedule reaches
-it. The step runs the teacher's stage on the microbatch just before the student's (`teacher_beside.py`).
+it. The step runs the teacher's stage on the microbatch just before the student's (`colocated_teacher.py`).
 
 A hook of the student's provider, which the loop calls on every rank at the same place, builds, adopts and checks the
 models. After an update the model's config is as before, because the loop writes it into checkpoints.
@@ -21,8 +21,8 @@ import torch
 from megatron.core.utils import get_model_config
 
 from nemo_oprd.config.schema import RepresentationLossConfig
+from nemo_oprd.integrations.colocated_teacher import ColocatedTeacher, after_backward, build_teacher, local_hf_config
 from nemo_oprd.integrations.hidden_states import HiddenStateDistillation
-from nemo_oprd.integrations.teacher_beside import TeacherBeside, after_backward, build_teacher, local_hf_config
 from nemo_oprd.megatron.adopt import adopt, observed, unwrapped
 from nemo_oprd.megatron.pipeline_schedule import zero_loss
 from nemo_oprd.megatron.versions import batch_on_this_cp_rank
@@ -63,7 +63,7 @@ class OPRDForwardStep:
             )
         self.metrics: dict[str, float] = {}
         self._providers, self._loss = (student, teacher), loss
-        self._teacher: TeacherBeside | None = None
+        self._teacher: ColocatedTeacher | None = None
         self._oprd: HiddenStateDistillation | None = None
         self._reported: torch.Tensor | None = None
         self._restore: Callable[[], None] | None = None

@@ -15,10 +15,10 @@ import torch
 from megatron.core.utils import get_model_config
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
+from nemo_oprd.integrations.colocated_teacher import ColocatedTeacher, after_backward, build_teacher, local_hf_config
 from nemo_oprd.integrations.hidden_states import HiddenStateDistillation
 from nemo_oprd.integrations.rl_batch import HIDDEN_WEIGHT, Settings
 from nemo_oprd.integrations.rl_loss import OPRDOutputLoss
-from nemo_oprd.integrations.teacher_beside import TeacherBeside, after_backward, build_teacher, local_hf_config
 from nemo_oprd.megatron.adopt import adopt, observed, unwrapped
 
 
@@ -46,7 +46,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         adopt([self.model], hf_config=local_hf_config(self.megatron_cfg.model))
         self.distil(build_teacher(self.megatron_cfg.model, provider, self.model), settings)
 
-    def distil(self, teacher: TeacherBeside, settings: Settings) -> None:
+    def distil(self, teacher: ColocatedTeacher, settings: Settings) -> None:
         """Attaches the teacher to the worker's adopted model. Raises ValueError if the two cannot be compared."""
         self._teacher, self._settings = teacher, settings
         self._oprd = HiddenStateDistillation([self.model], [teacher.model], settings.loss.representation)

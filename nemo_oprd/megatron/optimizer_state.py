@@ -42,7 +42,7 @@ def sharded_optimizer_state(
     return state
 
 
-def ask_for_saved_form(optimizer: Any, state: dict[Any, Any], saved_keys: Iterable[str]) -> bool:
+def request_saved_form(optimizer: Any, state: dict[Any, Any], saved_keys: Iterable[str]) -> bool:
     """Changes `state`, made by `sharded_optimizer_state` to be loaded, into a request for the form that a file has.
 
     Args:

@@ -6,11 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_oprd.batch.types import Rollout
-from nemo_oprd.rollout.engine import Enough, GenerationCancelled, Keep, Request, RolloutEngine, SamplingParams, Ticket
+from nemo_oprd.rollout.engine import (
+    Enough,
+    GenerationCancelled,
+    GenerationHandle,
+    Keep,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+)
 
 
 @dataclass(frozen=True)
-class Beside:
+class EvaluationRequests:
     """An additional set of requests, each with its own `Request.sampled`, and the receiver of the responses.
 
     `keep` is called as in `RolloutEngine.submit`, with the indices of these requests. `take` gets all responses, in
@@ -22,19 +30,19 @@ class Beside:
     take: Callable[[list[Rollout]], None]
 
 
-class EngineBeside:
+class EngineWithEvaluation:
     """The sampling calls of a rollout engine; the next call of `submit` also samples the added requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._waiting: Beside | None = None
-        self._under_way: Beside | None = None
-        self._own = 0  # the number of the ticket's requests that were not added
+        self._waiting: EvaluationRequests | None = None
+        self._under_way: EvaluationRequests | None = None
+        self._own = 0  # the number of the handle's requests that were not added
         self._came: dict[int, Rollout] = {}  # responses to the added ones, from `gather`
 
-    def add(self, beside: Beside) -> None:
-        """Adds `beside` to the next call of `submit`. Every rank calls this."""
-        self._waiting = beside
+    def add(self, added: EvaluationRequests) -> None:
+        """Adds `added` to the next call of `submit`. Every rank calls this."""
+        self._waiting = added
 
     def drop(self) -> None:
         """Drops the added requests, unless `submit` was called since."""
@@ -46,54 +54,54 @@ class EngineBeside:
         sampling: SamplingParams,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
-    ) -> Ticket:
+    ) -> GenerationHandle:
         """Submits the requests, followed by the added ones; see `RolloutEngine`."""
-        beside, self._waiting, self._own = self._waiting, None, len(requests)
-        self._under_way = beside
-        if beside is None:
+        added, self._waiting, self._own = self._waiting, None, len(requests)
+        self._under_way = added
+        if added is None:
             return self._engine.submit(requests, sampling, done, keep)
         count = len(requests)
 
         def keep_both(found: dict[int, Rollout]) -> None:
             others = {i - count: rollout for i, rollout in found.items() if i >= count}
             if others:
-                beside.keep(others)
+                added.keep(others)
             if keep is not None:
                 keep({i: rollout for i, rollout in found.items() if i < count})
 
-        return self._engine.submit([*requests, *beside.requests], sampling, done, keep_both)
+        return self._engine.submit([*requests, *added.requests], sampling, done, keep_both)
 
     def collect(
-        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+        self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
         """See `RolloutEngine`; returns the rollouts of the call's own requests."""
         try:
-            rollouts = self._engine.collect(ticket, should_cancel, last=last)
+            rollouts = self._engine.collect(handle, should_cancel, last=last)
         except GenerationCancelled as cancelled:
             raise GenerationCancelled(self._own_of(cancelled.completed)) from None
         self._take(dict(enumerate(rollouts)))
         return rollouts[: self._own]
 
     def gather(
-        self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+        self, handle: GenerationHandle, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
         """See `RolloutEngine`; `enough` receives the indices of the call's own requests."""
         own = set(range(self._own))
         try:
-            found = self._engine.gather(ticket, lambda complete: enough(own & complete), should_cancel)
+            found = self._engine.gather(handle, lambda complete: enough(own & complete), should_cancel)
         except GenerationCancelled as cancelled:
             raise GenerationCancelled(self._own_of(cancelled.completed)) from None
         self._came |= {i: rollout for i, rollout in found.items() if i not in own}
         return self._own_of(found)
 
-    def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
+    def cut(self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`; waits first until the added requests are complete."""
         found = dict[int, Rollout]()
         try:
             if self._under_way is not None:
-                wanted = set(range(self._own, len(ticket.requests)))
-                found = self._engine.gather(ticket, lambda complete: wanted <= complete, should_cancel)
-            found |= self._engine.cut(ticket, should_cancel)
+                wanted = set(range(self._own, len(handle.requests)))
+                found = self._engine.gather(handle, lambda complete: wanted <= complete, should_cancel)
+            found |= self._engine.cut(handle, should_cancel)
         except GenerationCancelled as cancelled:
             raise GenerationCancelled(self._own_of(cancelled.completed)) from None
         self._take(self._came | found)

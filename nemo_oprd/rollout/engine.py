@@ -119,7 +119,7 @@ class Weights:
 
 
 @dataclass
-class Ticket:
+class GenerationHandle:
     """Handle of a call to an engine, from `submit` to `collect`; engines add fields of their own.
 
     Attributes:
@@ -153,8 +153,8 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
-    ) -> Ticket:
-        """Requests one rollout per request, from the current weights; returns a ticket. Only one ticket may be open.
+    ) -> GenerationHandle:
+        """Requests one rollout per request, from the current weights; returns a handle. Only one handle may be open.
 
         An engine with servers of its own begins to sample; one in the trainer's processes samples in `collect`. In
         between the trainer may compute, but must not change the weights of the stream, because the engine sends them
@@ -171,9 +171,9 @@ class RolloutEngine(Protocol):
         """
 
     def collect(
-        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+        self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
-        """Waits for the rollouts of a ticket; returns them in the order of its requests, the same on every rank.
+        """Waits for the rollouts of a handle; returns them in the order of its requests, the same on every rank.
 
         Args:
             should_cancel: called repeatedly on every rank; True asks to stop. The ranks' answers may differ.
@@ -184,9 +184,9 @@ class RolloutEngine(Protocol):
         """
 
     def gather(
-        self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+        self, handle: GenerationHandle, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
-        """Waits until enough responses of a ticket are complete, while the others continue; replaces `collect`.
+        """Waits until enough responses of a handle are complete, while the others continue; replaces `collect`.
 
         Args:
             enough: receives the indices of complete responses. It must return True when all are complete.
@@ -196,11 +196,11 @@ class RolloutEngine(Protocol):
             rank.
 
         Raises:
-            GenerationCancelled: as `collect`, with all responses that are complete. The ticket is closed.
+            GenerationCancelled: as `collect`, with all responses that are complete. The handle is closed.
         """
 
-    def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
-        """Stops a ticket now, before the weights change; returns its complete responses and partial ones.
+    def cut(self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
+        """Stops a handle now, before the weights change; returns its complete responses and partial ones.
 
         Returns:
             The result of `gather`, and the tokens so far of unfinished responses (`finish_reason` None), without
@@ -271,17 +271,19 @@ class Generates:
         return self.collect(self.submit(requests, sampling, done, keep), should_cancel, last=last)
 
     def gather(
-        self: RolloutEngine, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+        self: RolloutEngine, handle: GenerationHandle, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
         """See `RolloutEngine`; an engine that samples in `collect` has all responses at once."""
-        if len(ticket.given) == len(ticket.requests):
+        if len(handle.given) == len(handle.requests):
             return {}
-        ticket.given.update(range(len(ticket.requests)))
-        return dict(enumerate(self.collect(ticket, should_cancel)))
+        handle.given.update(range(len(handle.requests)))
+        return dict(enumerate(self.collect(handle, should_cancel)))
 
-    def cut(self: RolloutEngine, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
+    def cut(
+        self: RolloutEngine, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None
+    ) -> dict[int, Rollout]:
         """Returns the responses that no call has returned; an engine that samples in `collect` has no partial ones."""
-        return self.gather(ticket, lambda complete: True, should_cancel)
+        return self.gather(handle, lambda complete: True, should_cancel)
 
 
 def check_room(requests: list[Request], max_positions: int) -> None:

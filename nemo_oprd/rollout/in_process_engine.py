@@ -24,10 +24,10 @@ from nemo_oprd.rollout.decoding import generate_batch, generate_whole_sequences
 from nemo_oprd.rollout.engine import (
     Generates,
     GenerationCancelled,
+    GenerationHandle,
     Keep,
     Request,
     SamplingParams,
-    Ticket,
     Weights,
     WeightStream,
     check_room,
@@ -111,25 +111,25 @@ class MegatronEngine(Generates):
         sampling: SamplingParams,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
-    ) -> Ticket:
+    ) -> GenerationHandle:
         """See `RolloutEngine`. The first rank of each tensor group calls `keep` after every batch."""
         check_room(requests, self.spec.max_positions)
-        return Ticket(requests, sampling, done or {}, keep)
+        return GenerationHandle(requests, sampling, done or {}, keep)
 
     def collect(
-        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+        self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
         """Samples this rank's part of the requests and shares the responses among all ranks; see `RolloutEngine`."""
-        own_part, completed, requests = dict[int, Response](), True, ticket.requests
+        own_part, completed, requests = dict[int, Response](), True, handle.requests
         if self.model is not None:
-            own_part, completed = self._generate_own_part(ticket, should_cancel)
+            own_part, completed = self._generate_own_part(handle, should_cancel)
         # Ranks can finish hours apart: the ranks of a dedicated teacher wait for a whole validation set. A collective
         # would time out, so the ranks wait without one; if a rank has died, the watchdog ends the others.
         wait_for_all()
         cancelled = should_cancel is not None and agree(device(), not completed)[0]
         shared = self._exchange.share({i: response.columns() for i, response in own_part.items()})
         sampled = {i: _rollout(requests[i], Response.of(columns), self.weights.steps) for i, columns in shared.items()}
-        rollouts = {**ticket.done, **sampled}
+        rollouts = {**handle.done, **sampled}
         if cancelled:
             raise GenerationCancelled(rollouts)
         return [rollouts[i] for i in range(len(requests))]
@@ -142,7 +142,7 @@ class MegatronEngine(Generates):
         self.model = None
 
     def _generate_own_part(
-        self, ticket: Ticket, should_cancel: Callable[[], bool] | None
+        self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None
     ) -> tuple[dict[int, Response], bool]:
         """Samples this data-parallel rank's requests; returns (index of a request -> response, False if cancelled).
 
@@ -150,7 +150,7 @@ class MegatronEngine(Generates):
         engine skips a batch whose requests are all in `done` and samples any other batch whole, so a response does not
         depend on an earlier cancellation. A cancelled call returns the responses of complete batches.
         """
-        requests, sampling, keep = ticket.requests, ticket.sampling, ticket.keep
+        requests, sampling, keep = handle.requests, handle.sampling, handle.keep
         coords, data = self.role.member_coords, self.role.layout.data
         assert self.model is not None
         # sorted by length, so that batches hold similar lengths, and divided among the data-parallel ranks in turn
@@ -159,7 +159,7 @@ class MegatronEngine(Generates):
         group = self.role.member_groups.tp  # tensor ranks sample together, so they must stop together
         is_cancelled = None if should_cancel is None else lambda: agree(device(), should_cancel(), group=group)[0]
         for batch in self._batches(order, requests, sampling, self._cache_budget()):
-            if ticket.done.keys() >= set(batch):
+            if handle.done.keys() >= set(batch):
                 continue
             if is_cancelled is not None and is_cancelled():
                 return own, False

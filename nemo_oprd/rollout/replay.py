@@ -17,7 +17,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.megatron.weights.hf import TensorReader
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.rollout.engine import Generates, Request, SamplingParams, Ticket, Weights, WeightStream
+from nemo_oprd.rollout.engine import Generates, GenerationHandle, Request, SamplingParams, Weights, WeightStream
 from nemo_oprd.rollout.expert_routes import check_routes, parse_routes
 from nemo_oprd.runtime.files import parse_json, replacing, why_no_file
 
@@ -282,9 +282,9 @@ class ReplayEngine(Generates):
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     weights: Weights = dataclasses.field(default=Weights(0))
 
-    def submit(self, requests: list[Request], sampling: SamplingParams, *_: Any) -> Ticket:
-        """Returns a ticket without sampling."""
-        return Ticket(requests, sampling, {}, None)
+    def submit(self, requests: list[Request], sampling: SamplingParams, *_: Any) -> GenerationHandle:
+        """Returns a handle without sampling."""
+        return GenerationHandle(requests, sampling, {}, None)
 
     def collect(self, *_: Any, **__: Any) -> list[Rollout]:
         """Returns all recorded rollouts."""

@@ -23,7 +23,7 @@ from nemo_oprd.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.exchange import first_ranks_rollouts
 from nemo_oprd.rollout.schedule import WeightDigests
-from nemo_oprd.runtime.background import Aside
+from nemo_oprd.runtime.background import BackgroundWriter
 from nemo_oprd.runtime.digests import DigestedFile
 from nemo_oprd.runtime.files import replacing
 
@@ -61,7 +61,7 @@ class ResumeCache:
         """Sets the path; `weights` names the initial weights, precision and schedule, which a file must match."""
         self.path = directory / "pending.safetensors"
         self.weights, self.digests = weights, WeightDigests()
-        self._aside = Aside("the rollouts for a resume")
+        self._writer = BackgroundWriter("the rollouts for a resume")
 
     def put(self, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> None:
         """Writes rollouts, by the index of their request, in place of the previous step's, on the world's first rank.
@@ -70,11 +70,11 @@ class ResumeCache:
         """
         if dist.get_rank() != 0:
             return
-        self._aside.finish()
+        self._writer.finish()
         for path in (self.path, *(self.path.with_name(name) for name in _STALE)):
             path.unlink(missing_ok=True)
         about, kept = self._what(step, rollouts, sampling, count)
-        self._aside.start(lambda: _write(self.path, about, kept))
+        self._writer.start(lambda: _write(self.path, about, kept))
 
     def write(self, path: Path, step: int, rollouts: dict[int, Rollout], sampling: SamplingParams, count: int) -> str:
         """Writes rollouts of a step to another file, for `take`, with the arguments of `put`; returns its SHA-256."""
@@ -82,11 +82,11 @@ class ResumeCache:
 
     def check(self) -> None:
         """Raises OSError if rollouts could not be written; does not wait."""
-        self._aside.check()
+        self._writer.check()
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits until the rollouts are on the disk; `failed`: an error is being raised already, see `Aside.abandon`."""
-        (self._aside.abandon if failed else self._aside.finish)()
+        """Waits until the rollouts are on the disk; `failed`: another error is raised, as in `abandon`."""
+        (self._writer.abandon if failed else self._writer.finish)()
 
     def take(
         self, step: int, requests: list[Request], sampling: SamplingParams, path: Path | None = None

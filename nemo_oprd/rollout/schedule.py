@@ -121,7 +121,7 @@ def stream_settings(config: Config) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Portion:
+class SamplingCall:
     """The work of one call of an engine: whole responses of one step, or the next parts of responses of several steps.
 
     Attributes:
@@ -154,8 +154,8 @@ class Schedule:
         count = self.config.train.prompts_per_step
         return training_requests(self.prompts, self.config, step * count, count) if self.prompts.requests else []
 
-    def due(self, sampled: Mapping[int, list[Rollout]], done: int) -> list[Portion]:
-        """Lists the portions to sample from the weights after `done` steps, in order, given the `sampled` responses.
+    def due(self, sampled: Mapping[int, list[Rollout]], done: int) -> list[SamplingCall]:
+        """Lists the calls to sample from the weights after `done` steps, in order, given the `sampled` responses.
 
         `sampled`: the responses by step, some of which may be unfinished (`finish_reason` None).
         """
@@ -163,12 +163,12 @@ class Schedule:
         whole = self.config.rollout.mode == "exact"
         return self._whole(sampled, done, steps) if whole else self._parts(sampled, done, steps)
 
-    def _whole(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[Portion]:
-        lag, portions = self.config.rollout.max_lag, []
+    def _whole(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[SamplingCall]:
+        lag, calls = self.config.rollout.max_lag, []
         for step in [step for step in steps if step not in sampled]:
             requests, params = self.requests(step), training_sampling(self.config, step)
             places = [(step, i) for i in range(len(requests))]
-            made = Portion(
+            made = SamplingCall(
                 step,
                 requests,
                 params=params,
@@ -177,12 +177,12 @@ class Schedule:
                 urgent=step == done,
                 last=step == done + lag,
             )
-            portions.append(made)
-        return portions
+            calls.append(made)
+        return calls
 
-    def _parts(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[Portion]:
-        """Lists a portion of the parts that step `done` lacks, which is urgent, and one of the parts of later steps."""
-        params, portions = training_sampling(self.config, done), list[Portion]()
+    def _parts(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[SamplingCall]:
+        """Lists a call for the parts that step `done` lacks, which is urgent, and one for the parts of later steps."""
+        params, calls = training_sampling(self.config, done), list[SamplingCall]()
         for chosen in (steps[:1], steps[1:]):
             found: dict[tuple[int, int], Request] = {}
             for step in chosen:
@@ -192,11 +192,11 @@ class Schedule:
                     if part is not None:
                         found[step, i] = part
             if found:
-                # each request has a key of its own; this one tells the cache which portion it is
+                # each request has a key of its own; this one tells the cache which call it is
                 named = replace(params, key=(*params.key, *(number for place in found for number in place)))
                 urgent = done in chosen
-                portions.append(Portion(done, [*found.values()], named, [*found], done, urgent, last=False))
-        return [*portions[:-1], *(replace(portion, last=True) for portion in portions[-1:])]
+                calls.append(SamplingCall(done, [*found.values()], named, [*found], done, urgent, last=False))
+        return [*calls[:-1], *(replace(call, last=True) for call in calls[-1:])]
 
     def _part(self, request: Request, begun: Rollout | None, step: int, index: int, done: int) -> Request | None:
         """Returns the request for a response's next tokens by the weights after `done` steps; None if they add none."""

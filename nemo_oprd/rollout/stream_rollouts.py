@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.megatron.parallel import first_ranks
 from nemo_oprd.rollout.engine import GenerationCancelled, Request
-from nemo_oprd.rollout.schedule import Portion, stream_settings, training_sampling
+from nemo_oprd.rollout.schedule import SamplingCall, stream_settings, training_sampling
 from nemo_oprd.rollout.training_rollouts import STREAM_FILE, RolloutSampler
 from nemo_oprd.runtime.files import replacing
 
@@ -52,17 +52,17 @@ class StreamRules:
     """
 
     lag: int
-    ahead: int
+    early_groups: int
     size: int
     steps: int
 
     def admitted(self, done: int) -> int:
         """The number of groups that are admitted once the student has made `done` steps."""
-        return min(done + self.ahead + 1, self.steps)
+        return min(done + self.early_groups + 1, self.steps)
 
     def deadline(self, group: int) -> int:
         """The last step that may take a response of a group: its first tokens may be as old as its admission."""
-        return max(0, group - self.ahead) + self.lag
+        return max(0, group - self.early_groups) + self.lag
 
     def batch(self, step: int, pool: Iterable[Place], complete: Container[Place]) -> list[Place] | None:
         """Chooses the places that step `step` (from 0) takes of the `pool` of open places; None if it must wait."""
@@ -82,7 +82,7 @@ class StreamSampler(RolloutSampler):
     # by place, the admitted responses not taken: the tokens so far, None without any; and their requests
     _pool: dict[Place, Rollout | None] = field(default_factory=dict)
     _asked: dict[Place, Request] = field(default_factory=dict)
-    _home: set[int] = field(default_factory=set)  # the requests of the last portion whose responses are in the pool
+    _home: set[int] = field(default_factory=set)  # the requests of the last call whose responses are in the pool
     _groups: int | None = None  # the number of admitted groups; None: the number of steps made
     # the places that the last step took; the weights do not contain them before that step is over
     _taken: dict[Place, Rollout] = field(default_factory=dict)
@@ -92,23 +92,23 @@ class StreamSampler(RolloutSampler):
     def _rules(self) -> StreamRules:
         rollout, train = self.config.rollout, self.config.train
         size = train.prompts_per_step * rollout.per_prompt
-        return StreamRules(rollout.max_lag, rollout.ahead, size, train.steps)
+        return StreamRules(rollout.max_lag, rollout.early_steps, size, train.steps)
 
     def settle(self, step: int) -> None:
         """See `RolloutSampler`; unfinished responses keep their tokens so far."""
         if self._under_way is None:
             return
-        (portion, ticket), self._under_way = self._under_way, None
+        (call, handle), self._under_way = self._under_way, None
         try:
-            found = self._engine_of(portion).cut(ticket, self.should_cancel)
+            found = self._engine_of(call).cut(handle, self.should_cancel)
         except GenerationCancelled as cancelled:  # while an evaluation is sampled, too; this step is not made
-            self._take(portion, cancelled.completed)
-            self._stop(portion, cancelled.completed, step)
-        self._note(portion, ticket, ticket.submitted)
-        self._take(portion, found)
+            self._take(call, cancelled.completed)
+            self._stop(call, cancelled.completed, step)
+        self._note(call, handle, handle.submitted)
+        self._take(call, found)
 
-    def write_ahead(self, done: int, directory: Path) -> dict[str, str]:
-        """Writes the admitted responses that none of the `done` steps took, for `read_ahead`; one rank calls this.
+    def write_pending(self, done: int, directory: Path) -> dict[str, str]:
+        """Writes the admitted responses that none of the `done` steps took, for `read_pending`; one rank calls this.
 
         Returns the SHA-256 of the file with the tokens, by its path in `directory`; the small JSON file has none.
         """
@@ -125,8 +125,8 @@ class StreamSampler(RolloutSampler):
         tokens = _tokens_file(directory)
         return {str(tokens.relative_to(directory)): self.cache.write(tokens, done, begun, params, len(places))}
 
-    def read_ahead(self, directory: Path) -> None:
-        """Reads the files of `write_ahead` from the checkpoint with which the run begins. Every rank calls this.
+    def read_pending(self, directory: Path) -> None:
+        """Reads the files of `write_pending` from the checkpoint with which the run begins. Every rank calls this.
 
         Raises:
             ValueError: a run with other settings of the stream wrote them, their tokens come from weights with another
@@ -157,7 +157,7 @@ class StreamSampler(RolloutSampler):
         self._groups = max(groups, self._rules.admitted(step))
         self._admit([(group, i) for group in range(groups, self._groups) for i in range(self._rules.size)])
         self._taken = {}  # the step before is over
-        self._ask(step)
+        self._submit(step)
         if self._rules.batch(step, self._pool, self._complete()) is None:
             self._gather(step)
         places = self._rules.batch(step, self._pool, self._complete())
@@ -176,7 +176,7 @@ class StreamSampler(RolloutSampler):
             self._asked[group, number] = of_group[group][number]
             self._pool.setdefault((group, number), None)
 
-    def _ask(self, step: int) -> None:
+    def _submit(self, step: int) -> None:
         """Submits all incomplete responses to the engine, the oldest first."""
         complete = self._complete()
         places = [place for place in sorted(self._pool) if place not in complete]
@@ -189,38 +189,38 @@ class StreamSampler(RolloutSampler):
             for place in places
         ]
         params = training_sampling(self.config, step)
-        # each request has a key of its own; this one identifies the portion in the cache
+        # each request has a key of its own; this one identifies the call in the cache
         named = replace(params, key=(*params.key, *(number for place in places for number in place)))
-        self._begin(Portion(step, requests, named, places, weights=step, urgent=False, last=True))
+        self._begin(SamplingCall(step, requests, named, places, weights=step, urgent=False, last=True))
 
     def _gather(self, step: int) -> None:
         """Waits until the step has its responses; raises StoppedSampling if the run was asked to stop before."""
         assert self._under_way is not None, "everything is complete"
-        portion, ticket = self._under_way
+        call, handle = self._under_way
         have = self._complete()
 
         def enough(indices: Any) -> bool:
-            complete = have | {portion.places[i] for i in indices}
+            complete = have | {call.places[i] for i in indices}
             return self._rules.batch(step, self._pool, complete) is not None
 
         try:
-            found = self._engine_of(portion).gather(ticket, enough, self.should_cancel)
+            found = self._engine_of(call).gather(handle, enough, self.should_cancel)
         except GenerationCancelled as cancelled:
             self._under_way = None
-            self._take(portion, cancelled.completed)  # for the checkpoint that is written now
-            self._stop(portion, cancelled.completed, step)
-        self._take(portion, found)
+            self._take(call, cancelled.completed)  # for the checkpoint that is written now
+            self._stop(call, cancelled.completed, step)
+        self._take(call, found)
 
-    def _came(self, portion: Portion, rollouts: list[Rollout]) -> None:
-        """Takes all responses of a portion that the cache had."""
-        self._take(portion, dict(enumerate(rollouts)))
+    def _came(self, call: SamplingCall, rollouts: list[Rollout]) -> None:
+        """Takes all responses of a call that the cache had."""
+        self._take(call, dict(enumerate(rollouts)))
 
-    def _take(self, portion: Portion, found: dict[int, Rollout]) -> None:
+    def _take(self, call: SamplingCall, found: dict[int, Rollout]) -> None:
         """Takes responses, or their next tokens, by the index of their request; ignores those taken before."""
         new = sorted(found.keys() - self._home)
         self._home |= {*new}
         for i in new:
-            place = portion.places[i]
+            place = call.places[i]
             self._pool[place] = self.schedule.grown(self._pool[place], found[i])
         if new:
             self._unchecked.append([found[i] for i in new])

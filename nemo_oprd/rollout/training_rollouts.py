@@ -13,10 +13,10 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
 from nemo_oprd.megatron.parallel import first_ranks
-from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
-from nemo_oprd.rollout.engine import GenerationCancelled, Request, RolloutEngine, Ticket
+from nemo_oprd.rollout.concurrent_evaluation import EngineWithEvaluation
+from nemo_oprd.rollout.engine import GenerationCancelled, GenerationHandle, Request, RolloutEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
-from nemo_oprd.rollout.schedule import Portion, Schedule, check_versions, ended_on_purpose, training_sampling
+from nemo_oprd.rollout.schedule import SamplingCall, Schedule, check_versions, ended_on_purpose, training_sampling
 from nemo_oprd.rollout.teacher_inputs import TeacherInputs, add_teacher_inputs
 
 logger = logging.getLogger(__name__)
@@ -70,11 +70,11 @@ class RolloutSampler:
     first_step: int
     should_cancel: Callable[[], bool]
     note: Callable[..., None] = lambda began, ended, **more: None
-    beside: EngineBeside | None = None
+    with_evaluation: EngineWithEvaluation | None = None
     complete: Callable[[int, list[Rollout]], None] | None = None
     # by step, of steps that are not over: all responses of the step, some perhaps unfinished (`finish_reason` None)
     _sampled: dict[int, list[Rollout]] = field(default_factory=dict)
-    _under_way: tuple[Portion, Ticket] | None = None
+    _under_way: tuple[SamplingCall, GenerationHandle] | None = None
     _unchecked: list[list[Rollout]] = field(default_factory=list)
 
     def rollouts(self, step: int) -> list[Rollout]:
@@ -125,8 +125,8 @@ class RolloutSampler:
         found, self._unchecked = self._unchecked, []
         return found
 
-    def write_ahead(self, done: int, directory: Path) -> dict[str, str]:
-        """Writes the rollouts of steps that follow `done` steps, for `read_ahead`; one rank calls this.
+    def write_pending(self, done: int, directory: Path) -> dict[str, str]:
+        """Writes the rollouts of steps that follow `done` steps, for `read_pending`; one rank calls this.
 
         Returns the SHA-256 of each file by its path in `directory`.
         """
@@ -137,8 +137,8 @@ class RolloutSampler:
             digests[name] = self.cache.write(directory / name, step, kept, params, len(rollouts))
         return digests
 
-    def read_ahead(self, directory: Path) -> None:
-        """Reads the files of `write_ahead` from the checkpoint with which the run begins. Every rank calls this.
+    def read_pending(self, directory: Path) -> None:
+        """Reads the files of `write_pending` from the checkpoint with which the run begins. Every rank calls this.
 
         The run samples rollouts anew if settings have changed, `rollout.max_lag` among them.
 
@@ -162,79 +162,77 @@ class RolloutSampler:
                 logger.info(f"the checkpoint has no such rollouts of step {step + 1} as this run samples: sampled anew")
 
     def _sample(self, step: int) -> None:
-        """Samples the portions due after `step` steps; leaves the last one under way unless the step needs it."""
+        """Samples the calls due after `step` steps; leaves the last one under way unless the step needs it."""
         self._note_weights()
-        portions = self.schedule.due(self._sampled, step)
-        for portion in portions:
-            ticket = self._begin(portion)
-            if ticket is not None and (portion.urgent or portion is not portions[-1]):
-                self._collect(portion, ticket, step)
+        calls = self.schedule.due(self._sampled, step)
+        for call in calls:
+            handle = self._begin(call)
+            if handle is not None and (call.urgent or call is not calls[-1]):
+                self._collect(call, handle, step)
 
     def _note_weights(self) -> None:
         """Notes which weights the engine has, before it samples from them."""
         weights = self.engine.weights
         self.cache.digests.note(weights.steps, weights.digest, "this run")
 
-    def _begin(self, portion: Portion) -> Ticket | None:
-        """Begins to sample a portion; None if the cache has all of it from the interrupted run."""
-        step, requests, params = portion.step, portion.requests, portion.params
+    def _begin(self, call: SamplingCall) -> GenerationHandle | None:
+        """Submits a call to its engine; returns None if the cache has all its responses from the interrupted run."""
+        step, requests, params = call.step, call.requests, call.params
         self.cache.check()
         # the cache holds only samples of the weights with which the run begins
-        cached = self.cache.take(step, requests, params) if portion.weights == self.first_step else {}
+        cached = self.cache.take(step, requests, params) if call.weights == self.first_step else {}
         if cached:
             number = f"the {len(cached)}" if len(cached) == len(requests) else f"{len(cached)} of {len(requests)}"
             logger.info(f"step {step + 1} resumes with {number} rollouts sampled before the interruption")
         if len(cached) == len(requests):
             if not self.config.rollout.max_lag:
                 self.engine.rest()
-            self._came(portion, [cached[i] for i in range(len(requests))])
+            self._came(call, [cached[i] for i in range(len(requests))])
             return None
         complete = self.complete
         keep = None if complete is None else lambda found: complete(step, [*found.values()])
-        ticket = self._engine_of(portion).submit(requests, params, cached, keep)
-        self._under_way = portion, ticket
-        return ticket
+        handle = self._engine_of(call).submit(requests, params, cached, keep)
+        self._under_way = call, handle
+        return handle
 
-    def _collect(self, portion: Portion, ticket: Ticket, done: int) -> None:
-        """Waits for a portion, and stores it for a resume; `done`: the number of steps that the run has made."""
-        step, requests, params = portion.step, portion.requests, portion.params
+    def _collect(self, call: SamplingCall, handle: GenerationHandle, done: int) -> None:
+        """Waits for a call's responses, and stores them for a resume; `done`: the steps that the run has made."""
+        step, requests, params = call.step, call.requests, call.params
         self._under_way, began = None, time.time()
         try:
-            rollouts = self._engine_of(portion).collect(
-                ticket, self.should_cancel, last=not self.config.rollout.max_lag
-            )
+            rollouts = self._engine_of(call).collect(handle, self.should_cancel, last=not self.config.rollout.max_lag)
         except GenerationCancelled as cancelled:
-            self._stop(portion, cancelled.completed, done)
-        self._note(portion, ticket, began)
-        if portion.last:  # an earlier portion would overwrite the last one
+            self._stop(call, cancelled.completed, done)
+        self._note(call, handle, began)
+        if call.last:  # an earlier call would overwrite the last one
             self.cache.put(step, dict(enumerate(rollouts)), params, len(requests))
-        self._came(portion, rollouts)
+        self._came(call, rollouts)
 
-    def _stop(self, portion: Portion, completed: dict[int, Rollout], done: int) -> NoReturn:
-        """Stores the complete responses of a portion, and stops the run, which has made `done` steps."""
-        step, requests = portion.step, portion.requests
+    def _stop(self, call: SamplingCall, completed: dict[int, Rollout], done: int) -> NoReturn:
+        """Stores the complete responses of a call, and stops the run, which has made `done` steps."""
+        step, requests = call.step, call.requests
         # a run that resumes after `done` steps looks for these
-        kept = completed if portion.weights == done else {}
+        kept = completed if call.weights == done else {}
         if kept:
-            self.cache.put(step, kept, portion.params, len(requests))
+            self.cache.put(step, kept, call.params, len(requests))
             self.cache.finish()  # before the message says that they are kept
         raise StoppedSampling(done, step, len(kept), len(requests))
 
-    def _engine_of(self, portion: Portion) -> RolloutEngine | EngineBeside:
-        """Returns the engine for a portion; an evaluation may join the last one that these weights sample."""
-        return self.beside if self.beside is not None and portion.last else self.engine
+    def _engine_of(self, call: SamplingCall) -> RolloutEngine | EngineWithEvaluation:
+        """Returns the engine for a call; an evaluation may join the last one with these weights."""
+        return self.with_evaluation if self.with_evaluation is not None and call.last else self.engine
 
-    def _note(self, portion: Portion, ticket: Ticket, began: float) -> None:
-        """Reports when a portion was sampled; `began`: when this process began to collect it."""
-        collected, served = time.time(), ticket.served
+    def _note(self, call: SamplingCall, handle: GenerationHandle, began: float) -> None:
+        """Reports when a call's responses were sampled; `began`: when this process began to collect it."""
+        collected, served = time.time(), handle.served
         spans = list(served.values()) or [(began, collected)]
-        more = {"batch": portion.step + 1, "submitted": ticket.submitted, "collected": collected}
+        more = {"batch": call.step + 1, "submitted": handle.submitted, "collected": collected}
         self.note(min(spans)[0], max(ended for _, ended in spans), **more, servers={str(i): served[i] for i in served})
 
-    def _came(self, portion: Portion, rollouts: list[Rollout]) -> None:
-        """Adds a portion's responses or parts to their steps; a step's first portion covers all its responses."""
+    def _came(self, call: SamplingCall, rollouts: list[Rollout]) -> None:
+        """Adds a call's responses or parts to their steps; a step's first call covers all its responses."""
         came: dict[int, list[Rollout]] = {}
-        for (step, i), rollout in zip(portion.places, rollouts, strict=True):
+        for (step, i), rollout in zip(call.places, rollouts, strict=True):
             if step in self._sampled:
                 self._sampled[step][i] = self.schedule.grown(self._sampled[step][i], rollout)
             else:

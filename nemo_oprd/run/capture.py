@@ -42,7 +42,7 @@ from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import KEY
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
-from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _capture(options: CaptureOptions) -> None:
     with closing(servers):
         servers.wait()
         numbers = [layer if isinstance(layer, int) else spec.num_layers + 1 for layer in layers]
-        requests = [Request(ids, Ask(uuid.uuid4().hex, numbers, [*range(len(ids))], [])) for ids in sequences]
+        requests = [Request(ids, StateRequest(uuid.uuid4().hex, numbers, [*range(len(ids))], [])) for ids in sequences]
         servers.gather(requests, lambda i, answer: _save(folder / f"hs_{i}.safetensors", sequences[i], answer))
     assert canary.verdict is not None, "servers that are ready have proven themselves"
     content = {

@@ -42,7 +42,7 @@ class Checkpointer:
         skipped_in_a_row: number of consecutive last steps with a skipped update; after a resume, those before it, too.
         saved: the last step that was saved, or that the run resumed from; 0 in a new run.
         before_save: waits for the background writer: a run that resumes after a step does not write its files again.
-        write_ahead: given (steps so far, directory of a checkpoint), writes the responses already sampled for later
+        write_pending: given (steps so far, directory of a checkpoint), writes the responses already sampled for later
             steps into it; returns path in the directory -> SHA-256, of the files that it digested.
     """
 
@@ -54,7 +54,7 @@ class Checkpointer:
     skipped_in_a_row: int
     saved: int
     before_save: Callable[[], None] = lambda: None
-    write_ahead: Callable[[int, Path], dict[str, str]] = lambda done, directory: {}
+    write_pending: Callable[[int, Path], dict[str, str]] = lambda done, directory: {}
     _saved_at: float = field(default_factory=lambda: time.monotonic())
     _deferred: str | None = None  # of the last step
     _after: tuple[int, int] | None = None  # (steps, optimizer steps) after the last step of this process
@@ -141,7 +141,7 @@ class Checkpointer:
             keep,
             best=evaluation.best,
             more=more,
-            write_more=lambda directory: self.write_ahead(done, directory),
+            write_more=lambda directory: self.write_pending(done, directory),
         )
         self.saved, self._saved_at = done, time.monotonic()
 

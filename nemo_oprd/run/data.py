@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_routing import Routing
-from nemo_oprd.data.conversation import fields_beside_text
+from nemo_oprd.data.conversation import non_text_fields
 from nemo_oprd.data.order import PromptOrder, exact_weights
 from nemo_oprd.data.preparation import DataReport, PreparedPrompts
 from nemo_oprd.data.prompts import Prompt
@@ -165,7 +165,7 @@ def _fingerprint(prompts: TrainingPrompts) -> str:
     for request in prompts.requests:
         known.update(json.dumps([request.prompt_ids, request.answer]).encode())
         # fields that only the teacher's template may show
-        known.update(fields_beside_text(request.messages, request.tools).encode())
+        known.update(non_text_fields(request.messages, request.tools).encode())
     return known.hexdigest()
 
 

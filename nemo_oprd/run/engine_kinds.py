@@ -149,7 +149,7 @@ def _check_vllm_device(rollout: RolloutConfig, spec: ModelSpec) -> None:
         check_head_size(spec)
 
 
-def _ranks_beside_servers(rollout: RolloutConfig, ranks: int) -> int:
+def _ranks_without_servers(rollout: RolloutConfig, ranks: int) -> int:
     servers = dedicated_ranks(rollout.vllm)
     if servers >= ranks:
         raise ValueError(
@@ -191,7 +191,7 @@ ENGINES: dict[EngineName, EngineKind] = {
         in_process=False,
         check=_check_vllm,
         check_device=_check_vllm_device,
-        trainer_ranks=_ranks_beside_servers,
+        trainer_ranks=_ranks_without_servers,
         groups=_vllm_servers,
         build=_build_vllm,
         sampled_with={"engine": "vllm"},

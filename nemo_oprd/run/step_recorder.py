@@ -36,7 +36,7 @@ from nemo_oprd.rollout.replay import write_json_lines
 from nemo_oprd.rollout.teacher_inputs import alignment_metrics
 from nemo_oprd.run.metrics_log import MetricsLog
 from nemo_oprd.run.run_reader import remove_token_files, token_file
-from nemo_oprd.runtime.background import Aside
+from nemo_oprd.runtime.background import BackgroundWriter
 from nemo_oprd.runtime.files import replacing
 
 # Loss spikes: steps whose loss is far above its usual size, or with a non-finite loss or gradient.
@@ -174,17 +174,17 @@ class RolloutFiles:
 
     def __init__(self, decode: Callable[[np.ndarray], str] | None) -> None:
         self._decode = decode
-        self._aside = Aside("files of rollouts")
+        self._writer = BackgroundWriter("files of rollouts")
 
     def write(self, files: list[RolloutFile]) -> None:
         """Waits for the files of the previous call, then starts writing. Raises OSError if one of those failed."""
-        self._aside.finish()
+        self._writer.finish()
         if files:
-            self._aside.start(lambda: self._write(files))
+            self._writer.start(lambda: self._write(files))
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits until all files are complete; `failed`: another error is being raised, see `Aside.abandon`."""
-        (self._aside.abandon if failed else self._aside.finish)()
+        """Waits until all files are complete; `failed`: another error is raised, see `BackgroundWriter.abandon`."""
+        (self._writer.abandon if failed else self._writer.finish)()
 
     def _write(self, files: list[RolloutFile]) -> None:
         for file in files:
@@ -302,7 +302,7 @@ class StepRecorder:
         self._files.write(files)
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits for the background writer; `failed`: another error is being raised, see `Aside.abandon`."""
+        """Waits for the background writer; `failed`: another error is being raised, see `BackgroundWriter.abandon`."""
         self._files.finish(failed=failed)
 
     def _metrics_per_teacher(self, rollouts: list[Rollout], metrics: StepMetrics) -> dict[str, float]:

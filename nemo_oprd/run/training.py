@@ -31,7 +31,7 @@ from nemo_oprd.megatron.model import lacks_transformer_engine
 from nemo_oprd.megatron.parallel import everyones, init_distributed
 from nemo_oprd.megatron.weights.hf_export import export_hf
 from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
-from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import EngineWithEvaluation
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.replay import ReplayEngine
 from nemo_oprd.rollout.resume_cache import ResumeCache
@@ -94,7 +94,7 @@ class TrainingRun:
     def check_teachers(self, step: int) -> None:
         """Checks the states of teachers on servers again, if that is due. Raises ValueError if they are wrong."""
         for teacher in self.distiller.teachers:
-            if (span := teacher.asked_ahead(step)) is not None:
+            if (span := teacher.prefetch_span(step)) is not None:
                 self.timeline.note(AHEAD, *span)
             teacher.check(step)
 
@@ -183,7 +183,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         raise
     write_library_log(Path(config.output))
     try:
-        with signals, _written_aside(run):
+        with signals, _background_writers(run):
             try:
                 yield run
             except StoppedSampling as stopped:
@@ -202,7 +202,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
 
 
 @contextmanager
-def _written_aside(run: TrainingRun) -> Iterator[None]:
+def _background_writers(run: TrainingRun) -> Iterator[None]:
     """Waits for the background writers when the run ends or stops, and raises their errors.
 
     After any other error, the writers end with the process (`runtime/background.py`), so that this error comes first.
@@ -264,8 +264,10 @@ def _assemble(
     recorder = StepRecorder(
         config, inputs.spec.models.routing, log, None if data.recorded is not None else files.student.tokenizer
     )
-    beside = _overlapping(config, engine)
-    sampler = _make_sampler(inputs, engine, signals, distiller, timeline, beside=beside, first_step=first_step)
+    with_evaluation = _overlapping(config, engine)
+    sampler = _make_sampler(
+        inputs, engine, signals, distiller, timeline, with_evaluation=with_evaluation, first_step=first_step
+    )
     checkpointer = Checkpointer(
         config.train,
         checkpoints_of(config),
@@ -275,7 +277,7 @@ def _assemble(
         skipped_in_a_row=skipped_in_a_row(list(log.history("train/skipped_update").values())),
         saved=first_step,
         before_save=recorder.finish,
-        write_ahead=sampler.write_ahead,
+        write_pending=sampler.write_pending,
     )
     teacher = files.teachers[0]
     validation = Validation(
@@ -287,7 +289,7 @@ def _assemble(
         checkpoints=checkpoints_of(config),
         first_step=first_step,
         signals=signals,
-        beside=beside,
+        with_evaluation=with_evaluation,
     )
     return TrainingRun(
         config,
@@ -313,13 +315,13 @@ def _make_sampler(
     distiller: Distiller,
     timeline: Timeline,
     *,
-    beside: EngineBeside | None,
+    with_evaluation: EngineWithEvaluation | None,
     first_step: int,
 ) -> RolloutSampler:
     """Makes the sampler of the run's rollouts; it reads the responses of later steps that a checkpoint holds."""
     config, data = inputs.config, inputs.data
     kind = StreamSampler if config.rollout.mode == "stream" else RolloutSampler
-    asks_ahead = bool(config.served_teachers and config.teacher.vllm.ahead_gib)
+    prefetches = bool(config.served_teachers and config.teacher.vllm.ahead_gib)
     sampler = kind(
         config,
         inputs.spec.models.routing,
@@ -330,11 +332,11 @@ def _make_sampler(
         first_step=first_step,
         should_cancel=lambda: signals.asked_to_stop,
         note=partial(timeline.note, SAMPLING),
-        beside=beside,
-        complete=distiller.ask_ahead if asks_ahead else None,
+        with_evaluation=with_evaluation,
+        complete=distiller.prefetch if prefetches else None,
     )
     if first_step:
-        sampler.read_ahead(iteration_directory(checkpoints_of(config), first_step))
+        sampler.read_pending(iteration_directory(checkpoints_of(config), first_step))
     return sampler
 
 
@@ -372,14 +374,14 @@ def _resume_cache(config: Config, student: Path) -> ResumeCache:
     return ResumeCache(Path(config.output) / "rollouts", sampled_with)
 
 
-def _overlapping(config: Config, engine: RolloutEngine) -> EngineBeside | None:
+def _overlapping(config: Config, engine: RolloutEngine) -> EngineWithEvaluation | None:
     """Returns the engine that samples evaluations during training; None if it samples them alone.
 
     It samples them alone without `rollout.max_lag`, if it is in-process, and with `train.keep_best`, because the
     checkpoint of a best evaluation is written before the next step.
     """
     waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None
-    return None if waits or not config.rollout.max_lag else EngineBeside(engine)
+    return None if waits or not config.rollout.max_lag else EngineWithEvaluation(engine)
 
 
 def _record_environment(run: TrainingRun, plan: RunPlan) -> None:

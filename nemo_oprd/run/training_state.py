@@ -30,10 +30,10 @@ from nemo_oprd.distillation.metrics.watched_metrics import ModelNeeds
 from nemo_oprd.distillation.objective import Objective
 from nemo_oprd.distillation.student import Student
 from nemo_oprd.megatron.optimizer_state import (
-    ask_for_saved_form,
     load_optimizer_state,
     place_count,
     prepare_adam_for_loading,
+    request_saved_form,
     sharded_optimizer_state,
     take_other_form,
 )
@@ -317,7 +317,7 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
     with average.in_float32() if average is not None else nullcontext():
         state = _sharded_state(student, is_loading=True)
         if "optimizer" in state:
-            in_other_form = ask_for_saved_form(student.optimizer, state["optimizer"], saved_keys(directory))
+            in_other_form = request_saved_form(student.optimizer, state["optimizer"], saved_keys(directory))
         loaded = dist_checkpointing.load(state, str(directory))
         for i, chunk in enumerate(average.chunks if average is not None else ()):
             if f"average{i}" in state:

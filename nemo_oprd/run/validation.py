@@ -20,7 +20,7 @@ from nemo_oprd.evaluation.tables import EVALUATIONS, step_directory
 from nemo_oprd.evaluation.teacher_lead import worse_teacher
 from nemo_oprd.megatron.parallel import device, first_ranks
 from nemo_oprd.megatron.weights.hf import TensorReader
-from nemo_oprd.rollout.concurrent_evaluation import EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import EngineWithEvaluation
 from nemo_oprd.rollout.engine import GenerationCancelled, RolloutEngine
 from nemo_oprd.run.checkpoint_directory import iteration_directory, mark_best, prune, read_state
 from nemo_oprd.run.checkpointer import EVALUATION_DEFERRED, EvaluationOutcome
@@ -68,9 +68,9 @@ class Validation:
         checkpoints: Path,
         first_step: int,
         signals: Signals,
-        beside: EngineBeside | None = None,
+        with_evaluation: EngineWithEvaluation | None = None,
     ) -> None:
-        self._beside = beside
+        self._with_evaluation = with_evaluation
         self._begun: tuple[int, Generations] | None = None  # steps before the evaluation that is in progress
         self._config, self._evaluator, self._engine, self._models = config, evaluator, engine, models
         self._log, self._checkpoints, self._first_step, self._signals = log, checkpoints, first_step, signals
@@ -103,7 +103,7 @@ class Validation:
     def after_step(self, done: int) -> EvaluationOutcome:
         """Evaluates the student if an evaluation is due after step `done`; a signal defers it to the next start.
 
-        With `beside` this only starts an evaluation, and `settle` ends it.
+        With `with_evaluation` this only starts an evaluation, and `settle` ends it.
         """
         due = done == self._config.train.steps or done % max(1, self._config.evaluation.every) == 0
         if self._evaluator is None or not due:
@@ -112,8 +112,8 @@ class Validation:
         weights = _new_name()
         named = trained_identity(self._models.student, done, weights)
         generations = self._generations(self._evaluator, step_directory(done), named, afresh=True)
-        if self._beside is not None and done + self._config.rollout.ahead < self._config.train.steps:
-            self._beside.add(self._evaluator.beside(generations))
+        if self._with_evaluation is not None and done + self._config.rollout.early_steps < self._config.train.steps:
+            self._with_evaluation.add(self._evaluator.evaluation_requests(generations))
             self._begun = done, generations
             return EvaluationOutcome(deferred=weights)  # if the run is stopped or killed before `settle`
         try:
@@ -130,10 +130,10 @@ class Validation:
 
         The caller has collected the training responses that were requested with it.
         """
-        if self._begun is None or self._evaluator is None or self._beside is None:
+        if self._begun is None or self._evaluator is None or self._with_evaluation is None:
             return
         (done, generations), self._begun = self._begun, None
-        self._beside.drop()  # `evaluate` now samples the requests that were not made
+        self._with_evaluation.drop()  # `evaluate` now samples the requests that were not made
         try:
             metrics = self._evaluator.evaluate(lambda: self._engine, generations)
         except GenerationCancelled:  # a signal ended the wait for a server; the last checkpoint has it as deferred

@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 # how long a process that ends with an error waits for unfinished work
 LEAVE_S = 5.0
-_abandoned: list[Aside] = []
+_abandoned: list[BackgroundWriter] = []
 
 
-class Aside:
+class BackgroundWriter:
     """Does one piece of work at a time in a thread. The next call raises the work's exception, once.
 
     The interpreter does not exit before the work is done; `leave` limits the wait for abandoned work. Processes that
@@ -81,5 +81,5 @@ def leave(most_s: float | None) -> bool:
     """Waits for abandoned work, `most_s` seconds in all (None: to its end); returns whether all of it has ended."""
     deadline = None if most_s is None else time.monotonic() + most_s
     waited, _abandoned[:] = _abandoned[:], []
-    ended = [aside._left(None if deadline is None else max(0.0, deadline - time.monotonic())) for aside in waited]
+    ended = [writer._left(None if deadline is None else max(0.0, deadline - time.monotonic())) for writer in waited]
     return all(ended)

@@ -81,7 +81,7 @@ def _report(error: Exception) -> int:
         _leave()
         return STOPPED_EXIT_CODE
     if isinstance(error, launcher.NeighbourFailed):
-        return launcher.code_beside_failure()
+        return launcher.exit_code_after_neighbour()
     message = None if os.environ.get("NEMO_OPRD_TRACEBACK") else users_mistake(error)
     first, watch = messages.is_first_rank(), watchdog.current()
     # a collective fails when another rank dies; that rank reports the reason, so this one waits for it
@@ -89,13 +89,13 @@ def _report(error: Exception) -> int:
     wait_s = 0 if first and message is not None else wait_s if _joined() else _WAIT_BEFORE_JOINING_S
     if watch is not None:
         if watch.failure(wait_s) is not None:
-            return launcher.code_beside_failure()
+            return launcher.exit_code_after_neighbour()
         if watch.fails_first():
             _print(error, message)  # before the others learn of it: a launcher ends this rank after them
             watch.tell_failure(message or repr(error))
     else:
         if not first and launcher.neighbour_reported(wait_s):
-            return launcher.code_beside_failure()
+            return launcher.exit_code_after_neighbour()
         _print(error, message)
         launcher.wait_for_neighbours()
     return 1 if message is None else 2

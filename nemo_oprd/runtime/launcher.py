@@ -47,7 +47,7 @@ def neighbour_reported(within_s: float = 0.0) -> bool:
         time.sleep(left_s if file is None else min(_LOOK_EVERY_S, left_s))
 
 
-def code_beside_failure() -> int:
+def exit_code_after_neighbour() -> int:
     """Returns the exit code after another rank's failure: 0 if torchrun shows a neighbour's error, 1 otherwise.
 
     The caller ends the process right afterwards.

@@ -166,7 +166,7 @@ class Watchdog:
             if ours:
                 self._say(failure)
         # the main thread may hang in a collective for ever, so it can't unwind
-        os._exit(launcher.code_beside_failure())
+        os._exit(launcher.exit_code_after_neighbour())
 
     def _say(self, failure: str) -> None:
         print(f"error: {failure}; all ranks end", file=sys.stderr, flush=True)

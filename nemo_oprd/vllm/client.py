@@ -210,7 +210,7 @@ class Client:
             _look_after(server, notice)
             await asyncio.sleep(READY_EVERY_S)
 
-    async def ask_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
+    async def call_workers(self, server: Server, method: str, *, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
         """Returns each worker's answer to a method of its extension (`worker/`)."""
         answer = await self.post_watched(server, "/collective_rpc", {"method": method}, timeout=timeout)
         return answer["results"]

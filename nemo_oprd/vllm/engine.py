@@ -29,10 +29,10 @@ from nemo_oprd.rollout.engine import (
     Enough,
     Generates,
     GenerationCancelled,
+    GenerationHandle,
     Keep,
     Request,
     SamplingParams,
-    Ticket,
     Weights,
     WeightStream,
     check_room,
@@ -45,7 +45,7 @@ from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.fleet import Fleet, machines_and_devices
 from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
 from nemo_oprd.vllm.placement import ServerPlacement, place_servers
-from nemo_oprd.vllm.rounds import Rounds, VllmTicket
+from nemo_oprd.vllm.rounds import Rounds, VllmGenerationHandle
 from nemo_oprd.vllm.sampler import Sampler, Task
 from nemo_oprd.vllm.server import LocalServer, Server
 from nemo_oprd.vllm.weight_transfer import UpdateCalls, WeightPush, digest_in
@@ -145,7 +145,7 @@ class VllmEngine(Generates):
         sampling: SamplingParams,
         done: dict[int, Rollout] | None = None,
         keep: Keep | None = None,
-    ) -> VllmTicket:
+    ) -> VllmGenerationHandle:
         """See `RolloutEngine`. `done` may hold any responses, because each one is sampled independently.
 
         The servers begin to sample. This is a collective only if servers gave memory back. A thread calls `keep`.
@@ -157,44 +157,44 @@ class VllmEngine(Generates):
         assert self._stream is not None, "there are no weights to sample from"
         self._wake_up()
         limits = self._spec.max_positions, self._eos_ids, self._known_ids, self._settings.request_timeout
-        ticket = VllmTicket(requests, sampling, dict(done or {}), keep, Task(requests, sampling, *limits))
+        handle = VllmGenerationHandle(requests, sampling, dict(done or {}), keep, Task(requests, sampling, *limits))
         if self._version:
-            self._rounds.begin(ticket, self._version, self.weights)
-        return ticket
+            self._rounds.begin(handle, self._version, self.weights)
+        return handle
 
     def collect(
-        self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
+        self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None, *, last: bool = False
     ) -> list[Rollout]:
         """See `RolloutEngine`.
 
         Raises:
             ValueError: a server refuses, gives an invalid answer or died too often.
         """
-        assert isinstance(ticket, VllmTicket)
-        while ticket.missing():
-            self._go_on(ticket)
-            self._complete_round(ticket, should_cancel)
-        sampled = self._rounds.shared(ticket, ticket.own)
-        self._finish(ticket, last=last)
-        rollouts = {**ticket.done, **sampled}
-        return [rollouts[i] for i in range(len(ticket.requests))]
+        assert isinstance(handle, VllmGenerationHandle)
+        while handle.missing():
+            self._go_on(handle)
+            self._complete_round(handle, should_cancel)
+        sampled = self._rounds.shared(handle, handle.own)
+        self._finish(handle, last=last)
+        rollouts = {**handle.done, **sampled}
+        return [rollouts[i] for i in range(len(handle.requests))]
 
     def gather(
-        self, ticket: Ticket, enough: Enough, should_cancel: Callable[[], bool] | None = None
+        self, handle: GenerationHandle, enough: Enough, should_cancel: Callable[[], bool] | None = None
     ) -> dict[int, Rollout]:
         """See `RolloutEngine`. Restarts a dead server when no other server has a request left to sample.
 
         Raises:
             ValueError: as `collect`.
         """
-        assert isinstance(ticket, VllmTicket)
-        while not enough(ticket.complete):
-            self._go_on(ticket)
-            if not self._rounds.watch(ticket, enough, should_cancel or (lambda: False)):
-                self._complete_round(ticket, should_cancel)
-        return self._rounds.given(ticket)
+        assert isinstance(handle, VllmGenerationHandle)
+        while not enough(handle.complete):
+            self._go_on(handle)
+            if not self._rounds.watch(handle, enough, should_cancel or (lambda: False)):
+                self._complete_round(handle, should_cancel)
+        return self._rounds.given(handle)
 
-    def cut(self, ticket: Ticket, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
+    def cut(self, handle: GenerationHandle, should_cancel: Callable[[], bool] | None = None) -> dict[int, Rollout]:
         """See `RolloutEngine`. The servers abort their requests, and stay paused until the next weights.
 
         The call waits for no response. A dead server is restarted, gets the next weights, and loses unfinished tokens.
@@ -202,48 +202,48 @@ class VllmEngine(Generates):
         Raises:
             ValueError: a server refuses, or died too often.
         """
-        assert isinstance(ticket, VllmTicket)
+        assert isinstance(handle, VllmGenerationHandle)
         first_tokens = dict[int, Response]()
-        if ticket.under_way is not None:
-            found, first_tokens = self._rounds.cut(ticket)
+        if handle.under_way is not None:
+            found, first_tokens = self._rounds.cut(handle)
             if found.died:
                 self._push.revive(found.died)
-        given = self._rounds.given(ticket, first_tokens)
-        self._finish(ticket, last=False)
+        given = self._rounds.given(handle, first_tokens)
+        self._finish(handle, last=False)
         return given
 
-    def _go_on(self, ticket: VllmTicket) -> None:
+    def _go_on(self, handle: VllmGenerationHandle) -> None:
         """Begins a round unless one is under way; raises GenerationCancelled if the servers have no weights."""
-        if ticket.under_way is not None:
+        if handle.under_way is not None:
             return
         if not self._version:
-            raise GenerationCancelled({**ticket.done, **self._rounds.shared(ticket, ticket.own)})
-        self._rounds.begin(ticket, self._version, self.weights)
+            raise GenerationCancelled({**handle.done, **self._rounds.shared(handle, handle.own)})
+        self._rounds.begin(handle, self._version, self.weights)
 
-    def _complete_round(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> None:
+    def _complete_round(self, handle: VllmGenerationHandle, should_cancel: Callable[[], bool] | None) -> None:
         """Waits for the end of a round, and prepares the next one if servers have died.
 
         Raises:
             GenerationCancelled, ValueError: as `collect`.
         """
-        found = self._rounds.take(ticket, should_cancel)
+        found = self._rounds.take(handle, should_cancel)
         cancelled, failed = found.cancelled, bool(found.died)
         if failed and not cancelled and should_cancel is not None:  # a server takes long to restart
             (cancelled,) = agree(device(), should_cancel())
         if cancelled:
-            sampled = self._rounds.shared(ticket, ticket.own)
-            self._finish(ticket, last=True)
-            raise GenerationCancelled({**ticket.done, **sampled})
+            sampled = self._rounds.shared(handle, handle.own)
+            self._finish(handle, last=True)
+            raise GenerationCancelled({**handle.done, **sampled})
         assert failed or found.sampled, "no server had the weights"
         if failed and self._settings.repeat == "step":
-            ticket.forget()
+            handle.forget()
         if failed:
             self._push.revive(found.died)
             self._push_again()
 
-    def _finish(self, ticket: VllmTicket, *, last: bool) -> None:
+    def _finish(self, handle: VllmGenerationHandle, *, last: bool) -> None:
         """Records the metrics of the call, and lets servers give their GPU memory back."""
-        busy = ticket.busy_s
+        busy = handle.busy_s
         self.metrics = {"rollout/server_deaths": float(self._mine.deaths)}
         if len(busy) > 1:
             # the share of all servers' time in which they waited for the slowest one

@@ -119,7 +119,7 @@ class Fleet:
         """
         assert self.client is not None
         await self.client.wait_until_healthy(server, self.start_timeout)
-        described = await self.client.ask_workers(server, "nemo_oprd_describe")
+        described = await self.client.call_workers(server, "nemo_oprd_describe")
         for found in described:
             describe(found, server.name)
         await prepare(server)

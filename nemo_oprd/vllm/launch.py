@@ -91,7 +91,7 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
         *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
-        *("--logits-processors", "nemo_oprd_worker:KnownIds"),
+        *("--logits-processors", "nemo_oprd_worker:VocabularyMask"),
         *("--additional-config", json.dumps({"nemo_oprd_known_ids": known.limit, "nemo_oprd_gaps": known.gaps})),
         *("--weight-transfer-config", json.dumps({"backend": "nemo_oprd"})),
         *("--middleware", "nemo_oprd_answers.PackedAnswers"),

@@ -164,7 +164,7 @@ class RequestRound(Generic[T]):
                 return
             index, body = claimed
             try:
-                answer = await self._ask(server, index, body)
+                answer = await self._post(server, index, body)
                 found = self.check.read(index, answer, body["sampling_params"]["max_tokens"], server.name)
                 self.deliver(index, found, server.number)
                 self.busy_s[server.number] = time.monotonic() - self.began
@@ -178,7 +178,7 @@ class RequestRound(Generic[T]):
                 self.give_back(claimed)
                 raise
 
-    async def _ask(self, server: Server, index: int, body: dict[str, Any]) -> bytes:
+    async def _post(self, server: Server, index: int, body: dict[str, Any]) -> bytes:
         """Returns the answer to one request; repeats it if its connection broke and the server is healthy."""
         path = GENERATE if self.path_of is None else self.path_of(index)
         for _ in range(REPETITIONS):

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.megatron.parallel import everyones, first_ranks
-from nemo_oprd.rollout.engine import Enough, Request, Ticket, Weights
+from nemo_oprd.rollout.engine import Enough, GenerationHandle, Request, Weights
 from nemo_oprd.rollout.exchange import Exchange
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.vllm.fleet import Fleet
@@ -228,8 +228,8 @@ def _prompt(request: Request) -> int:
 
 
 @dataclass
-class VllmTicket(Ticket):
-    """A `Ticket` with the state of its rounds.
+class VllmGenerationHandle(GenerationHandle):
+    """A `GenerationHandle` with the state of its rounds.
 
     Attributes:
         own: responses that this rank's servers have sampled, by the index of their request.
@@ -260,7 +260,7 @@ class VllmTicket(Ticket):
             self.served[number] = began, self.round_began + seconds
 
     def forget(self) -> None:
-        """Drops all responses sampled since the ticket was made."""
+        """Drops all responses sampled since the handle was made."""
         self.own, self.complete = {}, set(self.done)
 
     def new(self) -> dict[int, Response]:
@@ -292,64 +292,66 @@ class Rounds:
         self._progress = Progress(controllers)
         self.lengths = LengthEstimate()
 
-    def begin(self, ticket: VllmTicket, version: str, weights: Weights) -> None:
-        """Begins a round for a ticket's missing requests. `weights`: the current ones, whose version is `version`."""
-        order = self.lengths.longest_first(ticket.requests, ticket.missing())
+    def begin(self, handle: VllmGenerationHandle, version: str, weights: Weights) -> None:
+        """Begins a round for a handle's missing requests. `weights`: the current ones, whose version is `version`."""
+        order = self.lengths.longest_first(handle.requests, handle.missing())
         if not order:
             return
         claim, sampler = self._queue.open(order), self._sampler
-        mine, work, ticket.round_began = Round(), None, time.time()
+        mine, work, handle.round_began = Round(), None, time.time()
         if sampler is not None:
             slots = -(-len(order) // self._servers)
-            job = Job(ticket.task, version, weights.steps, claim, slots, ticket.keeping(rollout_of))
+            job = Job(handle.task, version, weights.steps, claim, slots, handle.keeping(rollout_of))
             work = sampler.start(job, [*self._mine.servers.values()], mine)
-        ticket.under_way = mine, work
+        handle.under_way = mine, work
 
-    def watch(self, ticket: VllmTicket, enough: Enough, stop: Callable[[], bool]) -> bool:
+    def watch(self, handle: VllmGenerationHandle, enough: Enough, stop: Callable[[], bool]) -> bool:
         """Waits until enough responses are complete, and notes them; returns whether the round continues."""
-        assert ticket.under_way is not None
-        mine, work = ticket.under_way
+        assert handle.under_way is not None
+        mine, work = handle.under_way
 
         def look() -> Seen:
             return Seen() if work is None else Seen.of(mine, is_over=work.done())
 
         self._progress.wait(
-            None if work is None else look, lambda complete: enough(ticket.complete | complete), should_go=stop
+            None if work is None else look, lambda complete: enough(handle.complete | complete), should_go=stop
         )
         own, asked = look(), stop()
         parts = everyones((own, asked))
         self._progress.forget()
         seen, asked = Seen.joined(part for part, _ in parts), any(each for _, each in parts)
-        ticket.own |= {i: mine.sampled[i] for i in own.complete}
-        ticket.complete |= seen.complete
+        handle.own |= {i: mine.sampled[i] for i in own.complete}
+        handle.complete |= seen.complete
         if (seen.has_failed or asked) and not seen.is_over:
             self._queue.cancel()
         return not (seen.has_failed or asked or seen.is_over)
 
-    def take(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> RoundSummary:
+    def take(self, handle: VllmGenerationHandle, should_cancel: Callable[[], bool] | None) -> RoundSummary:
         """Waits for a round's end, notes its responses, returns its summary; ServerRefused if a server refused."""
-        mine, found = self._end(ticket, should_cancel)
-        ticket.own |= mine.sampled
-        ticket.complete |= found.sampled
-        ticket.busy_s |= found.busy_s
-        ticket.note_served(found.busy_s)
+        mine, found = self._end(handle, should_cancel)
+        handle.own |= mine.sampled
+        handle.complete |= found.sampled
+        handle.busy_s |= found.busy_s
+        handle.note_served(found.busy_s)
         if found.error is not None:
             raise ServerRefused(found.error)
         return found
 
-    def cut(self, ticket: VllmTicket) -> tuple[RoundSummary, dict[int, Response]]:
+    def cut(self, handle: VllmGenerationHandle) -> tuple[RoundSummary, dict[int, Response]]:
         """Stops the round now; returns its summary and the partial responses of this rank."""
-        assert ticket.under_way is not None
-        mine, work = ticket.under_way
+        assert handle.under_way is not None
+        mine, work = handle.under_way
         if work is not None:
             assert self._sampler is not None
             self._sampler.cut(mine)
-        return self.take(ticket, None), mine.cut
+        return self.take(handle, None), mine.cut
 
-    def _end(self, ticket: VllmTicket, should_cancel: Callable[[], bool] | None) -> tuple[Round, RoundSummary]:
+    def _end(
+        self, handle: VllmGenerationHandle, should_cancel: Callable[[], bool] | None
+    ) -> tuple[Round, RoundSummary]:
         """Waits for the round of all controllers; returns (this rank's result, the summary of all)."""
-        assert ticket.under_way is not None
-        (mine, work), ticket.under_way = ticket.under_way, None
+        assert handle.under_way is not None
+        (mine, work), handle.under_way = handle.under_way, None
         cancelled = self._wait(work, should_cancel)
         found = RoundSummary.joined(everyones(RoundSummary.of(mine, cancelled)))
         self._queue.close()
@@ -378,25 +380,27 @@ class Rounds:
                 self._queue.cancel()
         return cancelled
 
-    def given(self, ticket: VllmTicket, first_tokens: dict[int, Response] | None = None) -> dict[int, Rollout]:
+    def given(
+        self, handle: VllmGenerationHandle, first_tokens: dict[int, Response] | None = None
+    ) -> dict[int, Rollout]:
         """Returns all ranks' complete responses not yet returned, and partial ones: `first_tokens` has this rank's."""
-        is_first = not ticket.given
-        found = self.shared(ticket, ticket.new() | (first_tokens or {}))
-        ticket.given |= {i for i, one in found.items() if one.finish_reason is not None}
+        is_first = not handle.given
+        found = self.shared(handle, handle.new() | (first_tokens or {}))
+        handle.given |= {i for i, one in found.items() if one.finish_reason is not None}
         if is_first:
-            found |= ticket.done
-            ticket.given |= ticket.done.keys()
+            found |= handle.done
+            handle.given |= handle.done.keys()
         return found
 
-    def shared(self, ticket: VllmTicket, own: dict[int, Response]) -> dict[int, Rollout]:
+    def shared(self, handle: VllmGenerationHandle, own: dict[int, Response]) -> dict[int, Rollout]:
         """Returns the rollouts of all controllers' responses, equal on every rank; views of the exchanged arrays.
 
         The length estimate learns from the whole ones.
         """
         shared = self._exchange.share({i: response.columns() for i, response in own.items()})
-        found = {i: rollout_of(ticket.requests[i], Response.of(columns)) for i, columns in shared.items()}
-        whole = {i: len(rollout.response_ids) for i, rollout in found.items() if _is_whole(ticket, i, rollout)}
-        self.lengths.learn(ticket.requests, whole)
+        found = {i: rollout_of(handle.requests[i], Response.of(columns)) for i, columns in shared.items()}
+        whole = {i: len(rollout.response_ids) for i, rollout in found.items() if _is_whole(handle, i, rollout)}
+        self.lengths.learn(handle.requests, whole)
         return found
 
 
@@ -406,11 +410,11 @@ def rollout_of(request: Request, response: Response) -> Rollout:
     return request.answered(response.ids, finished=response.finished, cut=response.cut, **recorded)
 
 
-def _is_whole(ticket: VllmTicket, index: int, rollout: Rollout) -> bool:
+def _is_whole(handle: VllmGenerationHandle, index: int, rollout: Rollout) -> bool:
     """Returns whether a response is whole: neither cut, nor only a requested part of one."""
     if rollout.finish_reason != "length":
         return rollout.finish_reason is not None
-    request = ticket.requests[index]
-    sampling, _ = request.sampled or (ticket.sampling, index)
+    request = handle.requests[index]
+    sampling, _ = request.sampled or (handle.sampling, index)
     tokens = request.begun + len(rollout.response_ids)
-    return tokens == sampling.max_new_tokens or rollout.length == ticket.task.max_positions
+    return tokens == sampling.max_new_tokens or rollout.length == handle.task.max_positions

@@ -18,7 +18,7 @@ import numpy as np
 from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.response import Response
-from nemo_oprd.runtime.background import Aside
+from nemo_oprd.runtime.background import BackgroundWriter
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
@@ -205,21 +205,21 @@ class Keeper:
     ) -> None:
         self._keep, self._result, self._failed = keep, result, failed
         self._waiting = SimpleQueue[tuple[int, Response] | None]()  # None: there are no more
-        self._aside = Aside("the responses to keep")
+        self._writer = BackgroundWriter("the responses to keep")
 
     def __enter__(self) -> Keeper:
         if self._keep is not None:
             keep = self._keep
-            self._aside.start(lambda: self._work(keep))
+            self._writer.start(lambda: self._work(keep))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until all responses are stored; does not wait if the context raised an error."""
         self._waiting.put(None)
         if kind is None:
-            self._aside.finish()
+            self._writer.finish()
         else:
-            self._aside.abandon()
+            self._writer.abandon()
 
     def add(self, index: int, response: Response) -> None:
         """Takes a response, by the index of its request."""

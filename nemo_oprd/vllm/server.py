@@ -256,5 +256,5 @@ def server_environment(devices: tuple[str, ...] | None) -> dict[str, str]:
         kept |= {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}  # compiling takes 30 s of the first requests
     else:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        kept.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `KnownIds` has the interface of the first runner
+        kept.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # `VocabularyMask` has the interface of the first runner
     return kept

@@ -25,12 +25,12 @@ from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 
 # tolerance of a log-probability, by the precision of states and head
 _HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 # sends requests to a server and returns its answers
-Asks = Callable[[list[Request]], list[Answer]]
+RequestsStates = Callable[[list[Request]], list[Answer]]
 # layer -> a tensor [T, D] per prompt; layer L before the final norm, and the state after it as layer L + 1
 States = dict[int, list[torch.Tensor]]
 
@@ -54,7 +54,7 @@ class Canary:
     logprobs: bool = False
     verdict: CanaryVerdict | None = None  # of the last check
 
-    def prove(self, ask: Asks, described: dict[str, Any]) -> str:
+    def prove(self, request_states: RequestsStates, described: dict[str, Any]) -> str:
         """Checks a server; returns a line that names the comparisons, and stores the result in `verdict`.
 
         Args:
@@ -65,11 +65,11 @@ class Canary:
         """
         prompts = self.prompts(described)
         if self.head is not None:
-            self._check_head(ask, prompts[0])
-        states = self._states(ask, prompts)
+            self._check_head(request_states, prompts[0])
+        states = self._states(request_states, prompts)
         if self.bridge is not None:
-            self._check_bridge(self.bridge, ask, prompts[0], states)
-        heads = self._heads(ask, prompts) if self.logprobs else []
+            self._check_bridge(self.bridge, request_states, prompts[0], states)
+        heads = self._heads(request_states, prompts) if self.logprobs else []
         key = self._key(described, states, heads)
         if (kept := kept_verdict(key)) is not None:
             self.verdict = kept
@@ -97,25 +97,33 @@ class Canary:
         engine = f"{described['version']} chunk {described['chunk']} states {seen.hexdigest()} head {bool(heads)}"
         return canary_key(self.directory, prompts=prompts, layout=layout, dtype=self.dtype, engine=engine)
 
-    def _states(self, ask: Asks, prompts: list[list[int]]) -> States:
+    def _states(self, request_states: RequestsStates, prompts: list[list[int]]) -> States:
         """Requests the server's states of all rows of the prompts."""
         layers = [*range(1, self.spec.num_layers + 2)]
-        answers = ask([Request(ids, Ask(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts])
+        answers = request_states(
+            [Request(ids, StateRequest(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts]
+        )
         return {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(layers)}
 
-    def _heads(self, ask: Asks, prompts: list[list[int]]) -> list[torch.Tensor]:
+    def _heads(self, request_states: RequestsStates, prompts: list[list[int]]) -> list[torch.Tensor]:
         """Requests, for the last rows of each prompt, float32 [n, 2]: the next token's log-probability, the entropy."""
         requests = []
         for ids in prompts:
             rows = head_rows(len(ids))
             tokens, vocabulary = [ids[row + 1] for row in rows], self.spec.vocab_size
-            requests.append(Request(ids, Ask(uuid.uuid4().hex, [], [], rows, tokens, vocabulary, chunk=HEAD_ROWS)))
-        return [answer.final for answer in ask(requests)]
+            requests.append(
+                Request(ids, StateRequest(uuid.uuid4().hex, [], [], rows, tokens, vocabulary, chunk=HEAD_ROWS))
+            )
+        return [answer.final for answer in request_states(requests)]
 
-    def _check_bridge(self, bridge: ServedBridge, ask: Asks, ids: list[int], states: States) -> None:
+    def _check_bridge(
+        self, bridge: ServedBridge, request_states: RequestsStates, ids: list[int], states: States
+    ) -> None:
         """Compares the servers' projections with those of this process from the same states."""
-        wanted = Ask(uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank)
-        (answer,) = ask([Request(ids, wanted)])
+        wanted = StateRequest(
+            uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank
+        )
+        (answer,) = request_states([Request(ids, wanted)])
         bridge.check_projection(answer.states, [states[layer][0] for layer in bridge.layers], str(self.directory))
 
     def _compared(
@@ -138,16 +146,16 @@ class Canary:
             prove_head(heads, spec.model_type, dtype=self.dtype, measure=measure)
         return verdict
 
-    def _check_head(self, ask: Asks, ids: list[int]) -> None:
+    def _check_head(self, request_states: RequestsStates, ids: list[int]) -> None:
         """Compares log-probabilities by the trainer's head with those by the server's, with scale, bias and caps."""
         assert self.head is not None
         rows, vocabulary = [*range(len(ids) - 1)], self.spec.vocab_size
         states, own = (
             answer.final
-            for answer in ask(
+            for answer in request_states(
                 [
-                    Request(ids, Ask(uuid.uuid4().hex, [], [], rows)),
-                    Request(ids, Ask(uuid.uuid4().hex, [], [], rows, ids[1:], vocabulary, chunk=len(rows))),
+                    Request(ids, StateRequest(uuid.uuid4().hex, [], [], rows)),
+                    Request(ids, StateRequest(uuid.uuid4().hex, [], [], rows, ids[1:], vocabulary, chunk=len(rows))),
                 ]
             )
         )

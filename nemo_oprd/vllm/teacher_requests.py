@@ -22,7 +22,7 @@ from nemo_oprd.megatron.parallel import device, on_device
 from nemo_oprd.vllm.server import ServerRefused
 from nemo_oprd.vllm.teacher_bridge import ServedBridge, number_of_layer
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
-from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, LOGPROB_COLUMNS, Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import LOGPROB_COLUMNS, STATE_REQUEST, StateRequest
 
 
 @dataclass(frozen=True)
@@ -45,38 +45,43 @@ class Request:
     """A request to a server: a sequence, and the rows to compute of it."""
 
     ids: list[int]
-    ask: Ask
+    state_request: StateRequest
 
     def body(self) -> dict[str, Any]:
         """Returns the HTTP body. The one token that vLLM has to sample is ignored."""
-        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "extra_args": {ASK: self.ask.text()}}
+        sampling = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "detokenize": False,
+            "extra_args": {STATE_REQUEST: self.state_request.text()},
+        }
         return {"token_ids": self.ids, "sampling_params": sampling}
 
     def renamed(self) -> Request:
         """Returns the same request with a new name for its answer."""
-        return Request(self.ids, replace(self.ask, name=uuid.uuid4().hex))
+        return Request(self.ids, replace(self.state_request, name=uuid.uuid4().hex))
 
     def pieces(self, room: int, width: int, dtype: str) -> list[Request]:
         """Splits the request if its answer takes more than `room` bytes; else returns the request alone.
 
         Pieces have at least one row; with a bridge a multiple of PROJECTED_ROWS or the rest. `joined` joins answers.
         """
-        ask, (of_states, of_final) = self.ask, self.ask.sizes(width, dtype)
+        asked, (of_states, of_final) = self.state_request, self.state_request.sizes(width, dtype)
         if of_states + of_final <= room:
             return [self]
-        rows, final_rows = len(ask.rows), len(ask.final_rows)
+        rows, final_rows = len(asked.rows), len(asked.final_rows)
         of_states_at_a_time = max(1, room * rows // max(1, of_states))
-        if ask.bridge:
+        if asked.bridge:
             of_states_at_a_time = max(1, of_states_at_a_time // PROJECTED_ROWS) * PROJECTED_ROWS
         found = [
-            replace(ask, rows=ask.rows[start : start + of_states_at_a_time], final_rows=[], tokens=None)
+            replace(asked, rows=asked.rows[start : start + of_states_at_a_time], final_rows=[], tokens=None)
             for start in range(0, rows, of_states_at_a_time)
         ]
         final_at_a_time = max(1, room * final_rows // max(1, of_final))
         for start in range(0, final_rows, final_at_a_time):
             part = slice(start, start + final_at_a_time)
-            tokens = None if ask.tokens is None else ask.tokens[part]
-            found.append(replace(ask, rows=[], final_rows=ask.final_rows[part], tokens=tokens))
+            tokens = None if asked.tokens is None else asked.tokens[part]
+            found.append(replace(asked, rows=[], final_rows=asked.final_rows[part], tokens=tokens))
         return [Request(self.ids, piece).renamed() for piece in found]
 
     def joined(self, answers: list[Answer]) -> Answer:
@@ -90,7 +95,7 @@ class Request:
         """Checks and returns the answer in a file or HTTP body.
 
         Args:
-            expected: the header of a complete answer to this request, see `Ask.header`.
+            expected: the header of a complete answer to this request, see `StateRequest.header`.
 
         Raises:
             ServerRefused: the server reports an error, `values` is no complete answer to this request, or a value is
@@ -102,8 +107,8 @@ class Request:
             f"{key}={header.get(key)} instead of {want}" for key, want in expected.items() if header.get(key) != want
         ]
         dtype = getattr(torch, expected["dtype"])
-        of_states = torch.float32 if self.ask.bridge else dtype
-        of_final = dtype if self.ask.tokens is None else torch.float32
+        of_states = torch.float32 if self.state_request.bridge else dtype
+        of_final = dtype if self.state_request.tokens is None else torch.float32
         sizes = math.prod(expected["states"]) * of_states.itemsize, math.prod(expected["final"]) * of_final.itemsize
         if wrong or len(values) != sum(sizes):
             raise ServerRefused(
@@ -122,7 +127,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SequenceRequest:
     """One sequence of this rank: its request, and the rows of the step's plan that the answer fills.
 
     Attributes:
@@ -137,14 +142,14 @@ class Wanted:
     output_at: np.ndarray
 
 
-def wanted_sequences(
+def sequence_requests(
     rollouts: list[Rollout],
     plan: StepPlan,
     data: int,
     match: TeacherMatch,
     term: OutputTerm | None,
     bridge: ServedBridge | None,
-) -> list[Wanted]:
+) -> list[SequenceRequest]:
     """Lists the sequences that data-parallel rank `data` requests, with the tokens that the teacher's `plan` computes.
 
     Args:
@@ -167,7 +172,7 @@ def wanted_sequences(
                 )
                 if not term.sends_states:
                     tokens = plan.output.table.tokens(rollouts)[output_rows][first].tolist()
-            ask = Ask(
+            state_request = StateRequest(
                 uuid.uuid4().hex,
                 layers,
                 places.tolist(),
@@ -181,7 +186,7 @@ def wanted_sequences(
                 rank=0 if bridge is None else bridge.rank,
             )
             ids = rollouts[i].as_read_by_teacher().ids[:length].tolist()
-            wanted.append(Wanted(Request(ids, ask), rows, at, output_rows, output_at))
+            wanted.append(SequenceRequest(Request(ids, state_request), rows, at, output_rows, output_at))
     return wanted
 
 
@@ -196,15 +201,15 @@ class Shards:
         self._output_rows: list[np.ndarray] = []
         self._output: list[torch.Tensor] = []
 
-    def take(self, wanted: Wanted, answer: Answer) -> None:
+    def take(self, wanted: SequenceRequest, answer: Answer) -> None:
         """Takes the rows of one sequence."""
-        match, ask = self._match, wanted.request.ask
+        match, state_request = self._match, wanted.request.state_request
         at = on_device(wanted.at)
         self._rows.append(wanted.rows)
         for number, (student_layer, layer) in enumerate(match.layers.items()):
-            place = number if ask.bridge else ask.layers.index(number_of_layer(layer, match))
+            place = number if state_request.bridge else state_request.layers.index(number_of_layer(layer, match))
             states = answer.states[place].to(device())
-            if match.project is not None and not ask.bridge:
+            if match.project is not None and not state_request.bridge:
                 states = match.project(student_layer, states)
             self._values[student_layer].append(states.index_select(0, at))
         if self._term is not None:

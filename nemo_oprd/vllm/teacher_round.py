@@ -82,7 +82,7 @@ class AnswerBodies:
 
     def path_of(self, index: int) -> str:
         """Returns the path of a request."""
-        return f"{STATES}/{self.requests[index].ask.name}?bytes={self.sizes[index]}"
+        return f"{STATES}/{self.requests[index].state_request.name}?bytes={self.sizes[index]}"
 
     def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
         """See `Reader`."""
@@ -91,7 +91,7 @@ class AnswerBodies:
         known = self.generations[server]
         if "error" not in header and header.get("generation") != known:
             raise ServerDied(f"{server} was started anew")
-        expected = request.ask.header(request.ids, self.width, self.dtype, known)
+        expected = request.state_request.header(request.ids, self.width, self.dtype, known)
         return request.read(header, values, server, expected)
 
 
@@ -116,10 +116,10 @@ def host_room(ranks: int) -> int:
 
 def named(request: Request) -> Request:
     """Returns the request with a new name for its answer: a digest of the ids and of everything that it asks for."""
-    content = {**asdict(request.ask), "name": ""}
+    content = {**asdict(request.state_request), "name": ""}
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
     digest.update(array("q", request.ids).tobytes())
-    return replace(request, ask=replace(request.ask, name=digest.hexdigest()))
+    return replace(request, state_request=replace(request.state_request, name=digest.hexdigest()))
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _Early:
     ended: float = 0.0
 
 
-class Ahead:
+class Prefetcher:
     """The prefetching requests of one rank.
 
     Args:
@@ -155,18 +155,18 @@ class Ahead:
     def offer(self, step: int, requests: list[Request], servers: list[Server]) -> None:
         """Sends as many requests as the budget allows; any thread may call this."""
         for request in map(named, requests):
-            size = sum(request.ask.sizes(*self._of_model))
+            size = sum(request.state_request.sizes(*self._of_model))
             with self._lock:
                 early = self._steps.setdefault(step, _Early(began=time.time()))
-                is_known = any(request.ask.name in each.names for each in self._steps.values())
+                is_known = any(request.state_request.name in each.names for each in self._steps.values())
                 if is_known or sum(each.bytes for each in self._steps.values()) + size > self._room:
                     continue
-                early.names.add(request.ask.name)
+                early.names.add(request.state_request.name)
                 early.bytes += size
                 server = servers[next(self._turn) % len(servers)]
-                self._under_way.append(self._client.start(self._ask(early, request, server)))
+                self._under_way.append(self._client.start(self._request(early, request, server)))
 
-    async def _ask(self, early: _Early, request: Request, server: Server) -> None:
+    async def _request(self, early: _Early, request: Request, server: Server) -> None:
         async with self._slots:
             try:
                 await self._client.post(server, GENERATE, request.body(), timeout=self._limit_s, read=bytes)
@@ -199,10 +199,10 @@ class Ahead:
 
     def _found(self, request: Request, folder: AnswerFolder, generations: Collection[int]) -> Answer | None:
         request = named(request)
-        found = folder.take(request.ask.name)
+        found = folder.take(request.state_request.name)
         if found is None or "error" in found[0] or found[0].get("generation") not in generations:
             return None
-        expected = request.ask.header(request.ids, *self._of_model, found[0]["generation"])
+        expected = request.state_request.header(request.ids, *self._of_model, found[0]["generation"])
         self.used += 1
         return request.read(*found, "a server of the teacher", expected)
 
@@ -304,13 +304,13 @@ class AnswerFiles:
     def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
         """See `Reader`; ignores the HTTP answer, which holds one sampled token."""
         request = self.requests[index]
-        found = self.folder.take(request.ask.name)
+        found = self.folder.take(request.state_request.name)
         if found is None:
             raise ServerRefused(
                 f"{server} gave no states for a sequence of {len(request.ids)} tokens; expected a file in the run's "
                 "folder: the server's log says why there is none"
             )
-        expected = request.ask.header(request.ids, self.width, self.dtype, self.generations[server])
+        expected = request.state_request.header(request.ids, self.width, self.dtype, self.generations[server])
         return request.read(*found, server, expected)
 
 
@@ -336,7 +336,7 @@ class Round:
     slots: int
     limit_s: float
 
-    def ask(
+    def request_states(
         self,
         requests: Sequence[Request],
         missing: list[int],
@@ -349,7 +349,7 @@ class Round:
         The calling thread calls `take`, with the index of a request and its answer.
         """
         pieces = [(i, piece) for i in missing for piece in requests[i].pieces(self.room, self.width, self.dtype)]
-        sizes = {at: sum(piece.ask.sizes(self.width, self.dtype)) for at, (_, piece) in enumerate(pieces)}
+        sizes = {at: sum(piece.state_request.sizes(self.width, self.dtype)) for at, (_, piece) in enumerate(pieces)}
         left = [(at, piece) for at, (_, piece) in reversed([*enumerate(pieces)])]  # `claim` takes the last one
         waiting, whole = RequestQueue(left, sizes, self.room), _Whole(requests, [i for i, _ in pieces], take)
         reader = self._reader(waiting)
@@ -379,7 +379,7 @@ class Round:
             ServerRefused: the server gives no states.
         """
         failures, found = Failures(), dict[int, Answer]()
-        self.ask(requests, [*range(len(requests))], found.__setitem__, failures, [server])
+        self.request_states(requests, [*range(len(requests))], found.__setitem__, failures, [server])
         failures.check()
         for why in failures.died.values():
             raise ServerDied(why)

@@ -45,8 +45,8 @@ from nemo_oprd.vllm.teacher_launch import (
     check_description,
     server_arguments,
 )
-from nemo_oprd.vllm.teacher_requests import Answer, Request, Shards, wanted_sequences
-from nemo_oprd.vllm.teacher_round import Ahead, Round, host_room, server_room, shared_endpoint
+from nemo_oprd.vllm.teacher_requests import Answer, Request, Shards, sequence_requests
+from nemo_oprd.vllm.teacher_round import Prefetcher, Round, host_room, server_room, shared_endpoint
 from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_digest
 
 # A teacher that vLLM servers compute: its ranks request the rows of their own sequences.
@@ -72,23 +72,23 @@ class ServedTeacher(Teacher):
         """
         match, term, coords = objective.run.teachers[self.number], objective.output, self.role.coords
         bridge = self.servers.bridge
-        wanted = [] if coords is None else wanted_sequences(rollouts, plan, coords.data, match, term, bridge)
+        wanted = [] if coords is None else sequence_requests(rollouts, plan, coords.data, match, term, bridge)
         shards = Shards(match, term, self.dtype, objective.run.student.num_layers)
         self.servers.gather([each.request for each in wanted], lambda i, answer: shards.take(wanted[i], answer))
         return (None, None) if coords is None else shards.joined()
 
-    def ask_ahead(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
+    def prefetch(self, step: int, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective) -> None:
         """See `Teacher`."""
         match, term, bridge = objective.run.teachers[self.number], objective.output, self.servers.bridge
-        if self.servers.ahead is None:
+        if self.servers.prefetcher is None:
             return
         for data in range(plan.hidden.layout.data):  # whichever rank will need them in the batch
-            wanted = wanted_sequences(rollouts, plan, data, match, term, bridge)
-            self.servers.ahead.offer(step, [each.request for each in wanted], self.servers.near)
+            wanted = sequence_requests(rollouts, plan, data, match, term, bridge)
+            self.servers.prefetcher.offer(step, [each.request for each in wanted], self.servers.near)
 
-    def asked_ahead(self, step: int) -> tuple[float, float] | None:
+    def prefetch_span(self, step: int) -> tuple[float, float] | None:
         """See `Teacher`."""
-        return None if self.servers.ahead is None else self.servers.ahead.span(step)
+        return None if self.servers.prefetcher is None else self.servers.prefetcher.span(step)
 
     def check(self, step: int) -> None:
         """See `Teacher`."""
@@ -103,7 +103,7 @@ class ServedTeacher(Teacher):
 
 
 @dataclass
-class KnownServers:
+class ServerRegistry:
     """Data of the servers that this rank uses.
 
     Attributes:
@@ -278,16 +278,16 @@ class TeacherServers:
         self._fleet = Fleet(self._settings.start_timeout)
         self._answers: AnswerFolder | None = None  # of this machine's servers; None: they are endpoints
         self._are_elsewhere = bool(endpoints)
-        self._known = KnownServers()
+        self._known = ServerRegistry()
         self._described: dict[int, dict[str, Any]] = {}  # the descriptions of this rank's servers
-        self.ahead: Ahead | None = None
+        self.prefetcher: Prefetcher | None = None
         if not self._mine:
             return
         try:
             client = self._fleet.client = Client()
             if self._settings.ahead_gib:
                 about = canary.spec.hidden_size, canary.dtype, len(self._mine[0].readers)
-                self.ahead = Ahead(client, self._settings, *about, self._slots)
+                self.prefetcher = Prefetcher(client, self._settings, *about, self._slots)
             for each in self._mine:
                 if each.url is None and each.controller != self._rank:
                     continue  # another rank starts it, and tells this one
@@ -386,7 +386,7 @@ class TeacherServers:
 
     async def _install(self, server: Server) -> None:
         """Installs the hooks that capture states, and the bridge."""
-        await self._client.ask_workers(server, "nemo_oprd_install")
+        await self._client.call_workers(server, "nemo_oprd_install")
         if self.bridge is not None:
             assert server.socket is not None
             loading, timeout = self.bridge.loading(server.socket.parent), self._settings.start_timeout
@@ -400,12 +400,14 @@ class TeacherServers:
 
     def _show(self, server: Server) -> str:
         """Runs the canary on a server; returns the result as a line. Raises as `_prove`."""
-        return self._canary.prove(lambda asks: self._round().answers(asks, server), self._described[server.number])
+        return self._canary.prove(
+            lambda state_requests: self._round().answers(state_requests, server), self._described[server.number]
+        )
 
     def check(self, step: int) -> None:
         """Drops answers prefetched for past steps; runs the canary if due. Every rank calls this; raises as `wait`."""
-        if self.ahead is not None and self._answers is not None:
-            self.ahead.forget(step, self._answers)
+        if self.prefetcher is not None and self._answers is not None:
+            self.prefetcher.forget(step, self._answers)
         every, failures = self._settings.check_every, Failures()
         if not (every and step) or step % every:
             return
@@ -435,17 +437,17 @@ class TeacherServers:
             missing.discard(index)
             take(index, answer)
 
-        if self.ahead is not None:
-            self.ahead.settle()
+        if self.prefetcher is not None:
+            self.prefetcher.settle()
         if self._settings.ahead_gib:
             wait_for_all()  # another rank may have prefetched what this one needs
-        if self.ahead is not None and self._answers is not None:
+        if self.prefetcher is not None and self._answers is not None:
             generations = {*self._known.generations.values()}
-            self.ahead.take_all(requests, self._answers, generations, delivered)
+            self.prefetcher.take_all(requests, self._answers, generations, delivered)
         while True:
             failures = Failures()
             if missing:
-                self._round().ask(requests, sorted(missing), delivered, failures, self.near)
+                self._round().request_states(requests, sorted(missing), delivered, failures, self.near)
             wait_for_all()
             failures = failures.shared()
             failures.check()
@@ -479,6 +481,6 @@ class TeacherServers:
             if self._answers is not None:
                 ends.callback(self._answers.close)
             ends.callback(self._fleet.close)
-            if self.ahead is not None:
-                ends.callback(self.ahead.close)
+            if self.prefetcher is not None:
+                ends.callback(self.prefetcher.close)
         self._servers, self._answers = {}, None

@@ -87,7 +87,7 @@ class UpdateCalls:
             await self._client.post_watched(server, "/init_weight_transfer_engine", {"init_info": {}})
             self._joined.add(server.number)
         if server.number in self._broken:
-            await self._client.ask_workers(server, "nemo_oprd_give_up")
+            await self._client.call_workers(server, "nemo_oprd_give_up")
             self._broken.discard(server.number)
         await self._client.post_watched(server, "/start_weight_update")
         self._begun.add(server.number)
@@ -125,7 +125,7 @@ class UpdateCalls:
 
     async def _recover(self, server: Server) -> None:
         """Ends what an earlier run may have left: an endpoint in the middle of an update, and paused."""
-        await self._client.ask_workers(server, "nemo_oprd_give_up")
+        await self._client.call_workers(server, "nemo_oprd_give_up")
         await self._client.post_watched(server, "/resume")
 
     async def settle(self, server: Server) -> None:
@@ -154,7 +154,7 @@ class UpdateCalls:
 
     async def finish(self, server: Server, digest: str, version: str) -> None:
         """Compares the digests of all workers, and lets the server sample from the weights."""
-        received = await self._client.ask_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
+        received = await self._client.call_workers(server, "nemo_oprd_received", timeout=LOAD_TIMEOUT_S)
         for worker, found in enumerate(received):
             stale = found.pop("stale", [])
             if found != {"digest": digest, "tensors": self.tensors}:

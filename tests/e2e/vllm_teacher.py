@@ -28,7 +28,7 @@ from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
-from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, StateRequest
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -124,8 +124,8 @@ def worst_rows(answers: list[Answer], requests: list[Request], expected: list[di
     """By layer, the largest relative deviation of a row."""
     worst: dict[int, float] = {}
     for answer, request, states in zip(answers, requests, expected, strict=True):
-        for at, layer in enumerate(request.ask.layers):
-            theirs = states[layer][request.ask.rows].double()
+        for at, layer in enumerate(request.state_request.layers):
+            theirs = states[layer][request.state_request.rows].double()
             off = (answer.states[at].double() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
             worst[layer] = max(worst.get(layer, 0.0), float(off.max()))
     return worst
@@ -143,8 +143,8 @@ def bad_asks(servers: TeacherServers, folder: Path) -> dict[str, Any]:
     ]  # fmt: skip
     before, statuses = sorted(os.listdir(folder)), []
     for change in changes:
-        text = json.dumps({**json.loads(Ask(**{**good, **change}).text())})
-        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "extra_args": {ASK: text}}
+        text = json.dumps({**json.loads(StateRequest(**{**good, **change}).text())})
+        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "extra_args": {STATE_REQUEST: text}}
         body = {"token_ids": [5, 6, 7], "sampling_params": sampling}
         answer = client.run(client.post(server, GENERATE, body, timeout=60))
         statuses.append(len(answer["choices"]))
@@ -168,7 +168,10 @@ def killed(servers: TeacherServers, requests: list[Request], first: list[Answer]
 
     assert servers._client is not None
     servers._client.start(kill())
-    many = [replace(request, ask=replace(request.ask, name=name_of(1000 + i))) for i, request in enumerate(requests)]
+    many = [
+        replace(request, state_request=replace(request.state_request, name=name_of(1000 + i)))
+        for i, request in enumerate(requests)
+    ]
     start = time.monotonic()
     again = all_answers(servers, many)
     equal = [torch.equal(a.states, b.states) and torch.equal(a.final, b.final)
@@ -201,7 +204,10 @@ def main() -> None:
         depth = spec.num_layers
         layers = [*range(1, depth + 2)]
         requests = [
-            Request(ids, Ask(name_of(i), layers, [*range(len(ids) // 3, len(ids))], [*range(len(ids) // 2, len(ids))]))
+            Request(
+                ids,
+                StateRequest(name_of(i), layers, [*range(len(ids) // 3, len(ids))], [*range(len(ids) // 2, len(ids))]),
+            )
             for i, ids in enumerate(prompts)
         ]
         servers.wait()
@@ -211,13 +217,22 @@ def main() -> None:
         finals = [bool(torch.equal(a.final, a.states[-1][-a.final.shape[0] :])) for a in answers]
         results["final_is_last"] = all(finals)
         drawn = [
-            replace(r, ask=replace(r.ask, name=name_of(100 + i), tokens=[r.ids[0]] * len(r.ask.final_rows),
-                                   vocabulary=500, temperature=0.7, chunk=16))
+            replace(
+                r,
+                state_request=replace(
+                    r.state_request,
+                    name=name_of(100 + i),
+                    tokens=[r.ids[0]] * len(r.state_request.final_rows),
+                    vocabulary=500,
+                    temperature=0.7,
+                    chunk=16,
+                ),
+            )
             for i, r in enumerate(requests)
-        ]  # fmt: skip
+        ]
         gaps = []
         for answer, request, (_, logits) in zip(all_answers(servers, drawn), drawn, both, strict=True):
-            logprobs = (logits[request.ask.final_rows, :500].double() / 0.7).log_softmax(-1)
+            logprobs = (logits[request.state_request.final_rows, :500].double() / 0.7).log_softmax(-1)
             entropy = -(logprobs.exp() * logprobs).sum(-1)
             theirs = torch.stack([logprobs[:, request.ids[0]], entropy], dim=1)
             gaps.append(float((answer.final.double() - theirs).abs().max()))

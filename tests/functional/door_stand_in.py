@@ -16,7 +16,7 @@ from typing import Any
 Answers = Callable[[str, str, bytes], "tuple[int, bytes]"]
 
 
-class DoorStandIn:
+class MiddlewareStandIn:
     """ASGI middleware, each `MODULE.CLASS`, before what `answer` answers; the last one is the outermost, as in vLLM."""
 
     def __init__(self, middleware: list[str], answer: Answers) -> None:

@@ -139,10 +139,10 @@ def make_worker(layout: Layout, backend: str, cfg: dict[str, Any], temperature: 
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    from nemo_oprd.integrations.colocated_teacher import ColocatedTeacher
     from nemo_oprd.integrations.hidden_states import adopt
     from nemo_oprd.integrations.rl_batch import Settings
     from nemo_oprd.integrations.rl_worker import OPRDWorker
-    from nemo_oprd.integrations.teacher_beside import TeacherBeside
 
     (model,) = wrapped(stock_model("student", layout, backend))
     (teacher,) = stock_model("teacher", layout, backend)
@@ -164,7 +164,7 @@ def make_worker(layout: Layout, backend: str, cfg: dict[str, Any], temperature: 
     worker.draft_model, worker.defer_fp32_logits, worker.delegate_pack_to_model = None, False, False
     worker.should_disable_forward_pre_hook = worker._router_replay_enabled = False
     worker._first_train_step_forward_pre_hook_disabled, worker.dtype, worker.fp8_cfg = False, torch.float32, None
-    worker.distil(TeacherBeside(teacher, parallel_state.get_pipeline_model_parallel_group()), Settings.read(cfg))
+    worker.distil(ColocatedTeacher(teacher, parallel_state.get_pipeline_model_parallel_group()), Settings.read(cfg))
     return worker
 
 

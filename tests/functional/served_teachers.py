@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tiny_models import edit_tensors, save_random_bridge
 
-from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 from tests.support.served_states import project, states_of
 
 # what the verdict of a stand-in depends on
@@ -45,11 +45,11 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def answer(self, task: dict[str, Any]) -> None:
         """Computes, and sends the bytes."""
-        ask = Ask(**json.loads(task["ask"]))
+        state_request = StateRequest(**json.loads(task["ask"]))
         owner = self.server.owner  # type: ignore[attr-defined]
         model = (owner.choose and owner.choose(task)) or owner.instead.get(task["model"], task["model"])
         with self.server.lock:  # type: ignore[attr-defined]
-            parts = states_of(str(model), task["dtype"], task["ids"], ask)
+            parts = states_of(str(model), task["dtype"], task["ids"], state_request)
         if task["bridge"] is not None:
             parts[0] = project(parts[0], task["bridge"])
         self.wfile.write(b"!" + b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
@@ -116,7 +116,7 @@ def settings_of(bench: Path) -> list[str]:
     return ["teacher.engine=vllm", f"teacher.vllm.python={bench / 'python'}", "teacher.vllm.start_timeout=60"]
 
 
-def asks(bench: Path) -> list[dict[str, Any]]:
+def state_requests(bench: Path) -> list[dict[str, Any]]:
     """What the servers of a bench were asked, in order."""
     file = bench / "asks.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

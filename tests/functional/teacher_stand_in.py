@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from door_stand_in import DoorStandIn
+from door_stand_in import MiddlewareStandIn
 from nemo_oprd_bridge import BridgeFile
 from nemo_oprd_files import FOLDER, open_bucket
-from nemo_oprd_requests import ASK, GENERATION, AnswerFolder, Ask, weights_digest
+from nemo_oprd_requests import GENERATION, STATE_REQUEST, AnswerFolder, StateRequest, weights_digest
 from vllm_stand_in import HERE, Handler, Refusal, UnixServer, answer, happens
 
 
@@ -45,7 +45,7 @@ class Teacher:
         if path == "/collective_rpc":
             return {"results": [getattr(self, body["method"])(**body.get("kwargs", {}))]}
         assert path == "/inference/v1/generate", path
-        text = (body["sampling_params"].get("extra_args") or {}).get(ASK)
+        text = (body["sampling_params"].get("extra_args") or {}).get(STATE_REQUEST)
         if text is not None:
             self.teach(body["token_ids"], text)
         return {"choices": [{"token_ids": [0], "finish_reason": "length"}]}
@@ -70,7 +70,7 @@ class Teacher:
         return found | self.faults.get("describe", {})
 
     def teach(self, ids: list[int], text: str) -> None:
-        """Answers an ask as the worker does."""
+        """Answers a state request as the worker does."""
         if not self.installed:
             raise Refusal("the capture is not installed")
         with self.lock:
@@ -81,18 +81,21 @@ class Teacher:
                 line = {"pid": os.getpid(), "server": self.options.uds, "folder": os.environ[FOLDER]}
                 line |= {"tokens": len(ids), "ask": json.loads(text)}
                 file.write(json.dumps(line) + "\n")
-        ask = Ask.parse(text, len(ids), self.depth, self.vocabulary)
+        state_request = StateRequest.parse(text, len(ids), self.depth, self.vocabulary)
         if dies:  # in the middle of an answer
-            (Path(os.environ[FOLDER]) / f"{ask.name}.part").write_bytes(b"half")
+            (Path(os.environ[FOLDER]) / f"{state_request.name}.part").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        header = ask.header(ids, self.width, self.options.dtype, int(os.environ[GENERATION]))
+        header = state_request.header(ids, self.width, self.options.dtype, int(os.environ[GENERATION]))
         bridge = None
-        if ask.bridge:
-            bridge, header["bridge"] = vars(self.bridges[ask.bridge]), self.bridges[ask.bridge].digest
+        if state_request.bridge:
+            bridge, header["bridge"] = (
+                vars(self.bridges[state_request.bridge]),
+                self.bridges[state_request.bridge].digest,
+            )
             header |= self.faults.get("header", {})
         asked = {"model": self.options.model, "ids": ids, "ask": text, "dtype": self.options.dtype, "bridge": bridge}
         values = computed({**asked, "server": self.options.uds, "generation": int(os.environ[GENERATION])})
-        self.folder.write(ask.name, self.faults.get("answer", header), values)
+        self.folder.write(state_request.name, self.faults.get("answer", header), values)
 
 
 def computed(task: dict[str, Any]) -> bytes:
@@ -121,7 +124,7 @@ def main() -> None:
         print(f"RuntimeError: {faults['start']['text']}")
         sys.exit(1)
     Handler.model = Teacher(options, faults)  # type: ignore[assignment]
-    Handler.door = DoorStandIn(options.middleware, answer)
+    Handler.middleware = MiddlewareStandIn(options.middleware, answer)
     server: ThreadingHTTPServer
     if options.uds:
         Handler.disable_nagle_algorithm = False

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from layout_cases import Workbench, read_result
 from pool import Pools, WorkerError
-from served_teachers import SERVED, ServedTeachers, asks, settings_of, through_a_bridge
+from served_teachers import SERVED, ServedTeachers, settings_of, state_requests, through_a_bridge
 
 from nemo_oprd.distillation.reference import agreement
 from nemo_oprd.run.timeline import AHEAD, read_timeline
@@ -34,7 +34,7 @@ def settings(workbench: Workbench, tmp_path: Path) -> list[str]:
 
 def nothing_is_left(*benches: Path) -> bool:
     """Whether the folders of the servers, with all answers, are gone, and nothing else has their names."""
-    folders = {Path(each["server"]).parent for bench in benches for each in asks(bench)}
+    folders = {Path(each["server"]).parent for bench in benches for each in state_requests(bench)}
     assert folders
     return not any(name.startswith(folder.name) for folder in folders for name in os.listdir("/dev/shm"))
 
@@ -52,7 +52,7 @@ def test_a_death_in_the_middle_changes_no_bit(
     again, gradients_again = read_result(tmp_path / "out")
     assert again == losses
     assert all(bool((gradients_again[name] == gradient).all()) for name, gradient in gradients.items())
-    first, second = ([each for each in asks(bench) if each["ask"]["rows"]] for bench in (calm, killed))
+    first, second = ([each for each in state_requests(bench) if each["ask"]["rows"]] for bench in (calm, killed))
     assert len({each["pid"] for each in second}) in (3, 4), "two servers, of which one or both died"
     assert len(first) < len(second) <= len(first) + 2 * 64
     assert nothing_is_left(calm, killed)
@@ -105,14 +105,14 @@ def test_the_canary_comes_before_the_first_step(
             WorkerError, match=r"canary of qwen2.*: layer 5 of 8, prompt 0, row 0 is the first wrong one"
         ):
             pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(wrong)])
-        assert len(asks(wrong)) == 6, "the prompts of the canary alone"
+        assert len(state_requests(wrong)) == 6, "the prompts of the canary alone"
     finally:
         served_teachers.instead.clear()
     counts = []
     for _ in range(2):
         bench = served_teachers.bench()
         pools[1].run("cases:run_verify", overrides=[*settings, *settings_of(bench)])
-        counts.append(len(asks(bench)))
+        counts.append(len(state_requests(bench)))
     assert counts[0] == counts[1] > 6
 
 
@@ -205,10 +205,10 @@ def test_servers_project_what_a_bridge_compares(
     (losses, gradients), (expected, theirs) = found
     assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=1e-5)
     assert max(agreement(gradients, theirs).values()) < 1e-5
-    of_run = [each["ask"] for each in asks(bench) if each["ask"]["bridge"]]
+    of_run = [each["ask"] for each in state_requests(bench) if each["ask"]["bridge"]]
     assert len(of_run) > 10 and {each["rank"] for each in of_run} == {5}
     assert {tuple(each["layers"]) for each in of_run} == {(3, 3, 6, 9)}
-    states = [each["ask"] for each in asks(bench) if not each["ask"]["bridge"]]
+    states = [each["ask"] for each in state_requests(bench) if not each["ask"]["bridge"]]
     assert len(states) == 6, "those of the canary"
 
 
@@ -224,7 +224,7 @@ def test_answers_without_room_in_shared_memory_come_in_pieces(
             bench = served_teachers.bench()
             pools[1].run(case, overrides=[*run, *settings_of(bench), *output])
             found.append(read_result(tmp_path / "out"))
-            counts.append(len(asks(bench)))
+            counts.append(len(state_requests(bench)))
         (losses, gradients), (again, gradients_again) = found
         assert again == losses and counts[1] > counts[0] + 10
         assert all(bool((gradients_again[name] == gradient).all()) for name, gradient in gradients.items())
@@ -302,7 +302,7 @@ def test_states_that_are_asked_for_while_responses_are_sampled(
         bench, output = served_teachers.bench(), tmp_path / name
         overrides = [*common, f"teacher.vllm.ahead_gib={ahead_gib}", *settings_of(bench), f"output={output}"]
         pools[2].run("cases:run_train", overrides=overrides, config="quickstart")
-        asked = [json.dumps({**each["ask"], "name": ""}) + str(each["tokens"]) for each in asks(bench)]
+        asked = [json.dumps({**each["ask"], "name": ""}) + str(each["tokens"]) for each in state_requests(bench)]
         counts[name] = len(asked)
         assert differences(tmp_path / "whole", output) == [] and nothing_is_left(bench)
         early = [each for each in read_timeline(output) if each.phase == AHEAD]

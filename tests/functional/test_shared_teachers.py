@@ -1,6 +1,7 @@
 """A teacher's server that several runs share: `serve --role teacher` and `teacher.vllm.endpoints`.
 
-The server is a stand-in (`teacher_stand_in.py`) behind the real door; commands, sockets, tokens and folders are real.
+The server is a stand-in (`teacher_stand_in.py`) behind the real middleware. Commands, sockets, tokens and folders are
+real.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pytest
 from default_signals import default_signals
 from layout_cases import LAYERS, Workbench, read_result
 from pool import Pools, WorkerError
-from served_teachers import ServedTeachers, asks, through_a_bridge
+from served_teachers import ServedTeachers, state_requests, through_a_bridge
 from vllm_engine_cases import free_port
 
 from nemo_oprd.distillation.reference import agreement
@@ -107,7 +108,7 @@ class Serve:
         self.process.send_signal(how)
         self._keeper.join(60)
         deadline = time.monotonic() + 60
-        while {Path(line["folder"]).name for line in asks(self.bench)} & folders():
+        while {Path(line["folder"]).name for line in state_requests(self.bench)} & folders():
             assert time.monotonic() < deadline and how == signal.SIGKILL, "its folder is left"
             time.sleep(0.1)
 
@@ -174,7 +175,7 @@ def test_whole_states_leave_a_shared_server_where_a_run_has_a_bridge(
     """The ranks that asked project them, also from answers in pieces; gradients are those of the Megatron teacher."""
     bridged = through_a_bridge(workbench.root / "qwen3", tmp_path)
     common = [*workbench.settings("qwen3"), SMALL, *bridged, "student.parallel.tensor=2", f"output={tmp_path / 'out'}"]
-    before, found, counts = len(asks(shared.bench)), [], []
+    before, found, counts = len(state_requests(shared.bench)), [], []
     for case, engine in (
         ("cases:run_verify", shared.settings),
         ("little_room:run_verify", shared.settings),
@@ -182,13 +183,13 @@ def test_whole_states_leave_a_shared_server_where_a_run_has_a_bridge(
     ):
         pools[2].run(case, overrides=[*common, *engine])
         found.append(read_result(tmp_path / "out"))
-        counts.append(len(asks(shared.bench)))
+        counts.append(len(state_requests(shared.bench)))
     (losses, gradients), (again, gradients_again), (expected, theirs) = found
     assert losses["rep/loss"] == pytest.approx(expected["rep/loss"], rel=1e-5)
     assert max(agreement(gradients, theirs).values()) < 1e-5
     assert again == losses and counts[1] - counts[0] > counts[0] - before + 10
     assert all(bool((gradients_again[name] == gradient).all()) for name, gradient in gradients.items())
-    of_runs = [each["ask"] for each in asks(shared.bench)[before:]]
+    of_runs = [each["ask"] for each in state_requests(shared.bench)[before:]]
     assert {(each["bridge"], each["rank"]) for each in of_runs} == {("", 0)}
     assert (3, 6, 9) in {tuple(each["layers"]) for each in of_runs}
 
@@ -212,7 +213,7 @@ def test_a_server_that_is_started_again_proves_itself_again(
             server.close(signal.SIGKILL if die else signal.SIGINT)
         assert server.codes == ([1, -signal.SIGKILL] if die else [0])
         results.append(read_result(output))
-        found = asks(bench)
+        found = state_requests(bench)
         assert len({each["pid"] for each in found}) == (2 if die else 1)
     (losses, gradients), (again, gradients_again) = results
     assert again == losses
@@ -231,7 +232,7 @@ def test_a_run_that_the_server_is_not_for_gets_one_line(
 ) -> None:
     """A wrong token; other weights of the same shape; another depth; longer sequences."""
     common = [*workbench.settings("qwen3"), *shared.settings, f"output={tmp_path / 'out'}"]
-    before = len(asks(shared.bench))
+    before = len(state_requests(shared.bench))
     other = tmp_path / "token"
     other.touch(0o600)
     other.write_text(OTHER_TOKEN)
@@ -250,11 +251,11 @@ def test_a_run_that_the_server_is_not_for_gets_one_line(
     student = workbench.root / "pruned" / "student"
     shallow = [f"student.hf_path={student}", f"teacher.hf_path={student}"]
     assert "num_hidden_layers=8 instead of 6" in refused(pools, [*common, *shallow])
-    assert len(asks(shared.bench)) == before, "nothing was computed for any of them"
+    assert len(state_requests(shared.bench)) == before, "nothing was computed for any of them"
 
 
 def test_no_call_changes_the_server(shared: Serve) -> None:
-    """With the right token, too; what the real door takes otherwise is in tests/unit/vllm/test_teacher_door.py."""
+    """With the right token, too; which calls it takes is in tests/unit/vllm/test_teacher_middleware.py."""
     for path in ("/pause", "/sleep?level=2", "/update_weights", "/reset_prefix_cache", "/nemo_oprd/renew"):
         assert shared.status("POST", path)[0] == 403, path
     code, said = shared.status("POST", "/collective_rpc", {"method": "save_model"})

@@ -40,7 +40,7 @@ from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from tests.support.align_tokenizers import write as write_tokenizer
 
 API_KEY = "an-api-key-of-vLLM-in-the-environment"
-# calls of vLLM itself, and of the door
+# calls of vLLM itself, and of the middleware
 OTHERS = ["/v1/completions", "/server_info", "/metrics", "/v1/models", "/abort_requests", "/health/",
           nemo_oprd_middleware.RENEW, nemo_oprd_middleware.RELEASE]  # fmt: skip
 

@@ -120,7 +120,9 @@ def serving(root: Path, *, unix: bool) -> Iterator[dict[str, str]]:
     token_file.touch(0o600)
     token_file.write_text("a-token-of-one-user_" + "0123456789" * 2 + "\n")
     listen = ["--uds", str(at)] if unix else ["--host", "127.0.0.1", "--port", str(port)]
-    command = server_command(root / "python", flags_of(root), [*listen, "--middleware", "nemo_oprd_middleware.Door"])
+    command = server_command(
+        root / "python", flags_of(root), [*listen, "--middleware", "nemo_oprd_middleware.Middleware"]
+    )
     environment = server_environment(None) | {TOKEN_FILE: str(token_file)}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:

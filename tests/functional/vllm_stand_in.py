@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from door_stand_in import DoorStandIn
+from door_stand_in import MiddlewareStandIn
 
 try:
     from nemo_oprd_files import open_bucket  # of the server's own folder
@@ -335,7 +335,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     model: Model
-    door: DoorStandIn
+    middleware: MiddlewareStandIn
 
     def do_GET(self) -> None:
         self._through(b"")
@@ -346,7 +346,7 @@ class Handler(BaseHTTPRequestHandler):
     do_PUT = do_DELETE = do_OPTIONS = do_POST
 
     def _through(self, body: bytes) -> None:
-        self._send(*self.door.request(self.command, self.path, dict(self.headers.items()), body))
+        self._send(*self.middleware.request(self.command, self.path, dict(self.headers.items()), body))
 
     def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)
@@ -401,7 +401,7 @@ def main() -> None:
         print("and something after it")
         sys.exit(1)
     Handler.model = Model(options, faults)
-    Handler.door = DoorStandIn(options.middleware, answer)
+    Handler.middleware = MiddlewareStandIn(options.middleware, answer)
     if options.uds:
         Handler.disable_nagle_algorithm = False
         server = UnixServer(options.uds, Handler, bind_and_activate=False)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.vllm.worker.nemo_oprd_requests import Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 
 
 @cache
@@ -22,7 +22,7 @@ def _model(directory: str, dtype: str) -> Any:
 
 
 @torch.no_grad()
-def states_of(directory: str, dtype: str, ids: list[int], ask: Ask) -> list[torch.Tensor]:
+def states_of(directory: str, dtype: str, ids: list[int], state_request: StateRequest) -> list[torch.Tensor]:
     """[The states [layers, rows, D], the final rows [n, D], or [n, 2] for tokens], as servers number layers."""
     model = _model(directory, dtype)
     streams: dict[int, torch.Tensor] = {}
@@ -40,12 +40,16 @@ def states_of(directory: str, dtype: str, ids: list[int], ask: Ask) -> list[torc
         for hook in hooks:
             hook.remove()
     final = streams[len(layers) + 1] = streams.pop(0)
-    states = torch.stack([streams[layer][ask.rows] for layer in ask.layers]) if ask.layers else torch.empty(0)
-    rows = final[ask.final_rows]
-    if ask.tokens is not None:
-        logits = all_logits[ask.final_rows, : ask.vocabulary].float() / ask.temperature
+    states = (
+        torch.stack([streams[layer][state_request.rows] for layer in state_request.layers])
+        if state_request.layers
+        else torch.empty(0)
+    )
+    rows = final[state_request.final_rows]
+    if state_request.tokens is not None:
+        logits = all_logits[state_request.final_rows, : state_request.vocabulary].float() / state_request.temperature
         logprobs = logits.log_softmax(-1)
-        drawn = logprobs.gather(1, torch.tensor(ask.tokens)[:, None])[:, 0]
+        drawn = logprobs.gather(1, torch.tensor(state_request.tokens)[:, None])[:, 0]
         rows = torch.stack([drawn, -(logprobs.exp() * logprobs).sum(-1)], dim=1)
     return [states.to(getattr(torch, dtype)), rows]
 

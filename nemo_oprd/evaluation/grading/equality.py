@@ -405,11 +405,11 @@ def judge(given: str, answer: str, *, both: bool = False, by_text: bool = False)
         return Judgement(based or text, based or text)  # a numeral with a digit that its base lacks equals itself
     if numbers or is_words(answer) or by_text or (text and not both):
         return Judgement(text, text)
-    verdict = _ask(pairs(given, answer))
+    verdict = _first_verdict(pairs(given, answer))
     return Judgement(text or bool(verdict), text, verdict, undecided=verdict is None)
 
 
-def _ask(readings: Iterator[tuple[str, str]]) -> bool | None:
+def _first_verdict(readings: Iterator[tuple[str, str]]) -> bool | None:
     """Returns whether math-verify finds a pair equal; None if it finds none equal and left a pair undecided."""
     undecided = False
     for pair in readings:

@@ -54,8 +54,8 @@ def _roles(found: Estimate) -> Iterator[str]:
             f"{in_bytes(served.cache, 2)} the cache of {served.longest:,} tokens; {served.row_bytes:,} bytes per token "
             f"and layer, {in_bytes(served.answers, 2)} per step"
             + (
-                f"; early answers take at most {in_bytes(served.ahead, 2)} of a machine's memory"
-                if served.ahead
+                f"; early answers take at most {in_bytes(served.prefetched, 2)} of a machine's memory"
+                if served.prefetched
                 else ""
             )
         )

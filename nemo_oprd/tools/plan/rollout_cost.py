@@ -89,7 +89,7 @@ def _under_way(work: Workload, demand: Demand) -> Demand:
     if rollout.mode == "segments":  # responses of mean length
         parts = -(-demand.mean // rollout.tokens_per_segment)
     elif rollout.mode == "stream":
-        parts = rollout.ahead + 1
+        parts = rollout.early_steps + 1
     return replace(demand, responses=demand.responses * parts)
 
 

@@ -44,7 +44,7 @@ class Servers:
     cache: float
     row_bytes: int
     answers: float
-    ahead: float
+    prefetched: float
     flops: float
     seconds: float
 
@@ -113,7 +113,7 @@ def _servers(
         row_bytes=row_bytes,
         answers=answers,
         # those of later steps wait there, too
-        ahead=min(settings.ahead_gib * (1 << 30), answers * (config.rollout.max_lag + 1)),
+        prefetched=min(settings.ahead_gib * (1 << 30), answers * (config.rollout.max_lag + 1)),
         flops=flops,
         seconds=flops / rate + answers / min(paths, count * ASSUMED.host),
     )

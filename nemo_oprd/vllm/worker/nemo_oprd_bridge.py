@@ -29,7 +29,7 @@ class BridgeFile:
     Attributes:
         digest: see `bridge_digest`.
         rank, width: R and D.
-        layers: for each map, the layer whose states it projects, numbered as in an `Ask`.
+        layers: for each map, the layer whose states it projects, numbered as in a `StateRequest`.
     """
 
     path: str

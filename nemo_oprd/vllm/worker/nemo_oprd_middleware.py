@@ -1,11 +1,11 @@
 """Access to a server that others can reach: only holders of a token may call it, and only the run with its lease.
 
-`Door` is ASGI middleware that a server loads by `--middleware nemo_oprd_middleware.Door`. It checks every call but
-GET /health; vLLM's own `--api-key` leaves the calls open that change weights. A call that is not a GET also needs the
-lease: the first run that makes one gets it, keeps it by calling, and loses it LEASE_S seconds after its last call, or
-by a call of RELEASE. A released lease stays released: a late call of that start does not take it again. A later start
-of the same run takes a lease over at once, and the earlier starts have then lost it. The trainer and the server both
-import this module, so it needs the standard library alone.
+`Middleware` is ASGI middleware that a server loads by `--middleware nemo_oprd_middleware.Middleware`. It checks every
+call but GET /health; vLLM's own `--api-key` leaves the calls open that change weights. A call that is not a GET also
+needs the lease: the first run that makes one gets it, keeps it by calling, and loses it LEASE_S seconds after its last
+call, or by a call of RELEASE. A released lease stays released: a late call of that start does not take it again. A
+later start of the same run takes a lease over at once, and the earlier starts have then lost it. The trainer and the
+server both import this module, so it needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _wrong(path: str, what: str) -> str:
     )
 
 
-class Door:
+class Middleware:
     """The middleware of the module's docstring; `app` is the server behind it.
 
     Raises:

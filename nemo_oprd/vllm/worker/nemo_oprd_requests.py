@@ -1,7 +1,7 @@
 """The rows that a trainer requests from a teacher's server, and the file with the answer; see `nemo_oprd_teacher.py`.
 
-An `Ask` travels as JSON in a request's `extra_args`. Its answer is a file in the run's own folder, which this user
-alone can enter: the length of a header (8 bytes, little endian), the header (JSON), and the values. The
+A `StateRequest` travels as JSON in a request's `extra_args`. Its answer is a file in the run's own folder, which this
+user alone can enter: the length of a header (8 bytes, little endian), the header (JSON), and the values. The
 server writes it under another name and renames it, so that the file is whole or absent. The trainer, the server and the
 tests' stand-in all import this module, so it needs the standard library alone.
 """
@@ -23,13 +23,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# the key of an `Ask` in `extra_args`
-ASK = "nemo_oprd_ask"
+# the key of a `StateRequest` in `extra_args`
+STATE_REQUEST = "nemo_oprd_ask"
 # variable in a server's environment: the number of its start, a random one for servers that several runs share
 GENERATION = "NEMO_OPRD_GENERATION"
 NAME = re.compile(r"[0-9a-f]{32}")
-# calls of a server that several runs share: STATES/NAME?bytes=N, a request with an ask, whose HTTP answer is the
-# file of that name; ROOM, which returns the bytes of answers that the server can hold
+# calls of a server that several runs share: STATES/NAME?bytes=N, with a state request, whose HTTP answer is the file
+# of that name; ROOM, which returns the bytes of answers that the server can hold
 STATES, ROOM = "/nemo_oprd/states", "/nemo_oprd/room"
 # values per row in place of a final state: log-probability of a token, entropy
 LOGPROB_COLUMNS = 2
@@ -42,7 +42,7 @@ _STRETCH_BYTES, _READ_BYTES = 64 << 20, 64 << 10
 
 
 @dataclass(frozen=True)
-class Ask:
+class StateRequest:
     """The rows of one sequence that a trainer requests.
 
     Attributes:
@@ -77,47 +77,49 @@ class Ask:
         return json.dumps(fields, separators=(",", ":"))
 
     @staticmethod
-    def parse(text: str, length: int, depth: int, vocabulary: int) -> Ask:
-        """Parses the ask in a request of `length` tokens to a model of `depth` layers and `vocabulary` ids.
+    def parse(text: str, length: int, depth: int, vocabulary: int) -> StateRequest:
+        """Parses the state request in a request of `length` tokens to a model of `depth` layers and `vocabulary` ids.
 
         Raises:
-            ValueError: the text is no valid ask.
+            ValueError: the text is no valid state request.
         """
         given = json.loads(text)
-        if not isinstance(given, dict) or {*given, "gaps"} != set(Ask.__dataclass_fields__):
-            raise ValueError("expected an object with the fields of Ask")
-        ask = Ask(**given)
-        if not isinstance(ask.name, str) or not NAME.fullmatch(ask.name):
-            raise ValueError(f"name={ask.name!r:.60}; expected 32 hexadecimal digits")
+        if not isinstance(given, dict) or {*given, "gaps"} != set(StateRequest.__dataclass_fields__):
+            raise ValueError("expected an object with the fields of StateRequest")
+        asked = StateRequest(**given)
+        if not isinstance(asked.name, str) or not NAME.fullmatch(asked.name):
+            raise ValueError(f"name={asked.name!r:.60}; expected 32 hexadecimal digits")
         if (
-            not isinstance(ask.bridge, str)
-            or type(ask.rank) is not int
-            or ask.rank < 0
-            or bool(ask.bridge) != bool(ask.rank)
+            not isinstance(asked.bridge, str)
+            or type(asked.rank) is not int
+            or asked.rank < 0
+            or bool(asked.bridge) != bool(asked.rank)
         ):
-            raise ValueError(f"bridge={ask.bridge!r:.60}, rank={ask.rank!r:.60}; expected a digest and a size, or none")
-        layers = ask.layers
-        if ask.bridge and _are_integers(layers):
+            raise ValueError(
+                f"bridge={asked.bridge!r:.60}, rank={asked.rank!r:.60}; expected a digest and a size, or none"
+            )
+        layers = asked.layers
+        if asked.bridge and _are_integers(layers):
             layers = sorted({*layers})  # several layers of the student may match one of the teacher
         for what, values, low, high in (
             ("layers", layers, 1, depth + 1),
-            ("rows", ask.rows, 0, length - 1),
-            ("final_rows", ask.final_rows, 0, length - 1),
+            ("rows", asked.rows, 0, length - 1),
+            ("final_rows", asked.final_rows, 0, length - 1),
         ):
             if not _ascends(values) or (values and not low <= values[0] <= values[-1] <= high):
                 raise ValueError(f"{what}={values!r:.60}; expected ascending whole numbers in {low}..{high}")
-        if ask.tokens is not None:
-            drawn = _are_integers(ask.tokens) and len(ask.tokens) == len(ask.final_rows)
-            if not drawn or not _are_integers([ask.vocabulary, ask.chunk]) or ask.chunk < 1:
+        if asked.tokens is not None:
+            drawn = _are_integers(asked.tokens) and len(asked.tokens) == len(asked.final_rows)
+            if not drawn or not _are_integers([asked.vocabulary, asked.chunk]) or asked.chunk < 1:
                 raise ValueError("tokens: expected one id per final row, and whole numbers vocabulary and chunk")
-            if not 0 < ask.vocabulary <= vocabulary:
-                raise ValueError(f"vocabulary={ask.vocabulary}; expected at most {vocabulary}, the model's")
-            if not all(0 <= token < ask.vocabulary for token in ask.tokens):
-                raise ValueError(f"tokens: expected ids below vocabulary={ask.vocabulary}")
-            ask._check_gaps()
-            if not isinstance(ask.temperature, int | float) or not 0 < ask.temperature < math.inf:
-                raise ValueError(f"temperature={ask.temperature!r:.60}; expected a number above 0")
-        return ask
+            if not 0 < asked.vocabulary <= vocabulary:
+                raise ValueError(f"vocabulary={asked.vocabulary}; expected at most {vocabulary}, the model's")
+            if not all(0 <= token < asked.vocabulary for token in asked.tokens):
+                raise ValueError(f"tokens: expected ids below vocabulary={asked.vocabulary}")
+            asked._check_gaps()
+            if not isinstance(asked.temperature, int | float) or not 0 < asked.temperature < math.inf:
+                raise ValueError(f"temperature={asked.temperature!r:.60}; expected a number above 0")
+        return asked
 
     def _check_gaps(self) -> None:
         """Raises ValueError unless the gaps are ascending runs of ids that hold no drawn token."""

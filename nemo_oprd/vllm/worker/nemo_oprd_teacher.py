@@ -1,16 +1,16 @@
 """The teacher's part of vLLM's workers: keeps the requested rows of the requested layers of a request's prompt.
 
-vLLM imports this module in its own environment, like `nemo_oprd_worker.py`. vLLM computes a request with an `Ask`
-(`nemo_oprd_requests.py`) in its `extra_args` like any other; forward hooks on the decoder layers copy its rows from
-every chunk of the prompt, and the first tensor rank writes the answer before the request ends. An error in a hook
-becomes the answer of its job, because an exception would end the engine. Only one error ends it: a tensor rank that
-fails to compute its part of the logits would leave the others waiting, or give them numbers of another call.
+vLLM imports this module in its own environment, like `nemo_oprd_worker.py`. vLLM computes a request with a
+`StateRequest` (`nemo_oprd_requests.py`) in its `extra_args` like any other; forward hooks on the decoder layers copy
+its rows from every chunk of the prompt, and the first tensor rank writes the answer before the request ends. An error
+in a hook becomes the answer of its job, because an exception would end the engine. Only one error ends it: a tensor
+rank that fails to compute its part of the logits would leave the others waiting, or give them numbers of another call.
 
 **What is the residual stream?** A layer returns it, or a pair. In most families the stream is the sum of the pair
 (hidden states and a residual that is not yet added), in some its first part. No table of families is needed: the stream
 is the reading from which the model's final norm makes the model's output. `_Reading` tries both on the last layer at
-the first request after `nemo_oprd_install`, and repeats the comparison in every forward pass that has rows of an ask.
-The canary shows that other layers have the same form as the last one.
+the first request after `nemo_oprd_install`, and repeats the comparison in every forward pass with requested rows. The
+canary shows that other layers have the same form as the last one.
 
 Hooks run in eager mode only: a compiled model would silently call none.
 """
@@ -29,7 +29,7 @@ import torch
 import vllm
 from nemo_oprd_bridge import PROJECTED_ROWS, BridgeFile
 from nemo_oprd_files import FOLDER, open_bucket
-from nemo_oprd_requests import ASK, GENERATION, LOGPROB_COLUMNS, AnswerFolder, Ask, weights_digest
+from nemo_oprd_requests import GENERATION, LOGPROB_COLUMNS, STATE_REQUEST, AnswerFolder, StateRequest, weights_digest
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +64,19 @@ class Projection:
 
 @dataclass
 class _Job:
-    """A request with an ask, over its forward passes.
+    """A request with a state request, over its forward passes.
 
     Attributes:
         ids: the whole prompt.
         bridge: projects the states before they leave.
-        layers: the distinct layers of the ask, ascending.
+        layers: the distinct layers of the state request, ascending.
         states: [layers, rows, D] in the model's dtype; `filled` [layers, rows] marks those present.
         final: the final rows [n, D], or for tokens float32 [n, 2]; `final_filled` [n].
         error: the first error; it is then the answer.
         last: the last requested row, -1 if none is requested.
     """
 
-    ask: Ask
+    state_request: StateRequest
     ids: list[int]
     width: int
     dtype: torch.dtype
@@ -92,20 +92,20 @@ class _Job:
     final_filled: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        ask = self.ask
-        self.last = max([*ask.rows[-1:], *ask.final_rows[-1:]], default=-1)
-        self.rows = torch.tensor(ask.rows, dtype=torch.int64)
-        self.final_rows = torch.tensor(ask.final_rows, dtype=torch.int64)
-        self.layers = sorted({*ask.layers})
-        self.states = torch.empty(len(self.layers), len(ask.rows), self.width, dtype=self.dtype)
-        self.filled = torch.zeros(len(self.layers), len(ask.rows), dtype=torch.bool)
-        columns, dtype = (self.width, self.dtype) if ask.tokens is None else (LOGPROB_COLUMNS, torch.float32)
-        self.final = torch.empty(len(ask.final_rows), columns, dtype=dtype)
-        self.final_filled = torch.zeros(len(ask.final_rows), dtype=torch.bool)
+        asked = self.state_request
+        self.last = max([*asked.rows[-1:], *asked.final_rows[-1:]], default=-1)
+        self.rows = torch.tensor(asked.rows, dtype=torch.int64)
+        self.final_rows = torch.tensor(asked.final_rows, dtype=torch.int64)
+        self.layers = sorted({*asked.layers})
+        self.states = torch.empty(len(self.layers), len(asked.rows), self.width, dtype=self.dtype)
+        self.filled = torch.zeros(len(self.layers), len(asked.rows), dtype=torch.bool)
+        columns, dtype = (self.width, self.dtype) if asked.tokens is None else (LOGPROB_COLUMNS, torch.float32)
+        self.final = torch.empty(len(asked.final_rows), columns, dtype=dtype)
+        self.final_filled = torch.zeros(len(asked.final_rows), dtype=torch.bool)
 
     def answer(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """Returns (the header's fields that describe the result, the values)."""
-        places = [self.layers.index(layer) for layer in self.ask.layers]
+        places = [self.layers.index(layer) for layer in self.state_request.layers]
         said: dict[str, Any] = {"filled": int(self.filled[places].sum() + self.final_filled.sum())}
         states = self.states
         if self.bridge is not None:
@@ -150,7 +150,7 @@ class _Span:
 
     @property
     def wanted(self) -> torch.Tensor:
-        """Returns the flat indices of all rows of this pass that the ask names, in any layer."""
+        """Returns the flat indices of all rows of this pass that the state request names, in any layer."""
         return torch.cat([self.inside(self.job.rows)[1], self.inside(self.job.final_rows)[1]])
 
 
@@ -264,7 +264,7 @@ class _Capture:
         self.generation = int(os.environ[GENERATION])
         self.jobs: dict[str, _Job] = {}
         self.bridges: dict[str, Projection] = {}  # by digest
-        self.over: set[str] = set()  # requests that have their answer, or whose ask is invalid
+        self.over: set[str] = set()  # requests that have their answer, or whose state request is invalid
         self.scheduled: Any = None  # the scheduler's output for the current forward pass
         self.spans: list[_Span] | None = None
         self.last: Any = None  # the part of the last layer's output that is still needed
@@ -322,32 +322,34 @@ class _Capture:
         return self.spans
 
     def _job(self, key: str) -> _Job | None:
-        """Returns the job of a request, new if necessary; None without a valid ask, or if it is answered."""
+        """Returns the job of a request, new if necessary; None without a valid state request, or if it is answered."""
         request = self.runner.requests[key]
-        text = (getattr(request.sampling_params, "extra_args", None) or {}).get(ASK)
+        text = (getattr(request.sampling_params, "extra_args", None) or {}).get(STATE_REQUEST)
         if text is None or key in self.over:
             return None
         if key not in self.jobs:
-            ids, ask = list(request.prompt_token_ids or []), None
+            ids, asked = list(request.prompt_token_ids or []), None
             try:
-                ask = Ask.parse(text, len(ids), self.depth, self.vocabulary)
-                self.jobs[key] = _Job(ask, ids, self.width, self.dtype, self._bridge(ask))
+                asked = StateRequest.parse(text, len(ids), self.depth, self.vocabulary)
+                self.jobs[key] = _Job(asked, ids, self.width, self.dtype, self._bridge(asked))
             except Exception as error:
                 logger.warning(f"a request asks for what it can't have: {error}")
                 self.over.add(key)
-                if ask is not None:  # else the answer has no name
-                    self._write(ask.name, {"error": f"{type(error).__name__}: {error}"})
+                if asked is not None:  # else the answer has no name
+                    self._write(asked.name, {"error": f"{type(error).__name__}: {error}"})
                 return None
         return self.jobs[key]
 
-    def _bridge(self, ask: Ask) -> Projection | None:
-        """Returns the projection of an ask's states; ValueError if it is not loaded, or has other maps."""
-        if not ask.bridge:
+    def _bridge(self, asked: StateRequest) -> Projection | None:
+        """Returns the projection of a state request's states; ValueError if it is not loaded, or has other maps."""
+        if not asked.bridge:
             return None
-        found = self.bridges.get(ask.bridge)
-        if found is None or (found.layers, found.rank) != (ask.layers, ask.rank):
+        found = self.bridges.get(asked.bridge)
+        if found is None or (found.layers, found.rank) != (asked.layers, asked.rank):
             have = ", ".join(self.bridges) or "none"
-            raise ValueError(f"bridge {ask.bridge:.60} for layers {ask.layers}: expected one that was loaded: {have}")
+            raise ValueError(
+                f"bridge {asked.bridge:.60} for layers {asked.layers}: expected one that was loaded: {have}"
+            )
         return found
 
     def _keep(self, layer: int, output: Any) -> None:
@@ -409,16 +411,18 @@ class _Capture:
         job = span.job
         inside, tokens = span.inside(job.final_rows)
         states = final.index_select(0, tokens.to(final.device))
-        if job.ask.tokens is None:
+        if job.state_request.tokens is None:
             job.final.index_copy_(0, inside, states.cpu())
         else:
-            drawn = torch.tensor(job.ask.tokens, dtype=torch.int64)[inside]
-            for start in range(0, len(inside), job.ask.chunk):
-                part = slice(start, start + job.ask.chunk)
+            drawn = torch.tensor(job.state_request.tokens, dtype=torch.int64)[inside]
+            for start in range(0, len(inside), job.state_request.chunk):
+                part = slice(start, start + job.state_request.chunk)
                 logits = self._logits(states[part])
                 with job.answers_errors():
                     if logits is not None:
-                        job.final.index_copy_(0, inside[part], _logprob_and_entropy(logits, drawn[part], job.ask))
+                        job.final.index_copy_(
+                            0, inside[part], _logprob_and_entropy(logits, drawn[part], job.state_request)
+                        )
         job.final_filled[inside] = True
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor | None:
@@ -435,7 +439,7 @@ class _Capture:
         if not self.writes:
             return
         header, values = (
-            job.ask.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation),
+            job.state_request.header(job.ids, self.width, str(self.dtype).removeprefix("torch."), self.generation),
             list[torch.Tensor](),
         )
         with job.answers_errors():
@@ -444,7 +448,9 @@ class _Capture:
         if job.error is not None:
             header, values = {"error": job.error}, []
         self._write(
-            job.ask.name, header, *(part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in values)
+            job.state_request.name,
+            header,
+            *(part.contiguous().view(torch.uint8).numpy().reshape(-1).data for part in values),
         )
 
     def _write(self, name: str, header: dict[str, Any], *values: Any) -> None:
@@ -459,10 +465,10 @@ class _Capture:
                 self.folder.write(name, {"error": f"the answer was not written: {error}"})
 
 
-def _logprob_and_entropy(logits: torch.Tensor, tokens: torch.Tensor, ask: Ask) -> torch.Tensor:
+def _logprob_and_entropy(logits: torch.Tensor, tokens: torch.Tensor, asked: StateRequest) -> torch.Tensor:
     """Computes (log-probability, entropy), float32 [n, 2], from logits [n, V or more]."""
-    scaled = logits[:, : ask.vocabulary].float() / ask.temperature
-    for start, end in ask.gaps:
+    scaled = logits[:, : asked.vocabulary].float() / asked.temperature
+    for start, end in asked.gaps:
         scaled[:, start:end] = -float("inf")
     logprobs = scaled.log_softmax(-1)
     drawn = logprobs.gather(1, tokens.to(logprobs.device)[:, None])[:, 0]

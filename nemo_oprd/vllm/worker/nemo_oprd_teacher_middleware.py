@@ -1,13 +1,13 @@
 """Middleware of a teacher's server that several runs share: checks tokens and calls, and answers requests with states.
 
-`TeacherDoor` is ASGI middleware like `Door`, without a lease: what the server computes depends on its weights and the
-request alone, so that runs can't disturb each other. Therefore it refuses calls that would change the server, and all
-collective calls but those that describe the model and install the capture.
+`TeacherMiddleware` is ASGI middleware like `Middleware`, without a lease: what the server computes depends on its
+weights and the request alone, so that runs can't disturb each other. Therefore it refuses calls that would change the
+server, and all collective calls but those that describe the model and install the capture.
 
-The body of a request to `STATES/NAME?bytes=N` is that of vLLM's `GENERATE`, with an ask for an answer of that name. Its
-HTTP answer is the file that the worker wrote, byte for byte, so a run needs no folder in common with the server. A
-request waits here while the answers under way would exceed their share of shared memory. The module needs the standard
-library alone.
+The body of a request to `STATES/NAME?bytes=N` is that of vLLM's `GENERATE`, with a state request of that name. Its HTTP
+answer is the file that the worker wrote, byte for byte, so a run needs no folder in common with the server. A request
+waits here while the answers under way would exceed their share of shared memory. The module needs the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 
 from nemo_oprd_answers import GENERATE, send_answer, whole_answer
 from nemo_oprd_files import FOLDER
-from nemo_oprd_middleware import Door
+from nemo_oprd_middleware import Middleware
 from nemo_oprd_requests import NAME, ROOM, STATES, AnswerFolder
 
 COLLECTIVE = "/collective_rpc"
@@ -36,11 +36,11 @@ _MOST_DIGITS = 15
 _LEFT_S = 600.0
 
 
-class TeacherDoor(Door):
+class TeacherMiddleware(Middleware):
     """The middleware of the module's docstring.
 
     Raises:
-        ValueError: as `Door`, and if others can enter the folder of answers.
+        ValueError: as `Middleware`, and if others can enter the folder of answers.
     """
 
     def __init__(self, app: Any) -> None:
@@ -95,7 +95,9 @@ class TeacherDoor(Door):
                 if file is not None:
                     await _send_file(send, file)
                 elif status == 200:
-                    text = "no states of this name were computed; expected an ask for them: read the server's log"
+                    text = (
+                        "no states of this name were computed; expected a state request for them: read the server's log"
+                    )
                     await send_answer(send, 409, text.encode())
                 else:
                     await send_answer(send, status, content)

@@ -224,7 +224,7 @@ def experts_of(config: Any) -> list[Any] | None:
     return [count, config.num_experts_per_tok, size, bool(getattr(config, "norm_topk_prob", True))]
 
 
-class KnownIds(LogitsProcessor):
+class VocabularyMask(LogitsProcessor):
     """Masks ids without a token: padding, gaps between tokens, or ids unknown to the teacher."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

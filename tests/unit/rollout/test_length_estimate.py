@@ -56,8 +56,8 @@ def test_an_earlier_turn_comes_first_however_long_the_others_are() -> None:
 def test_whole_responses(begun: int, tokens: int, reason: str | None, most: int | None, whole: bool) -> None:
     request = Request([1, 2, *[7] * begun], begun=begun, most=most)
     positions = 10 if (begun, tokens, whole) == (0, 8, True) else 100
-    ticket: Any = SimpleNamespace(
+    handle: Any = SimpleNamespace(
         requests=[request], sampling=SamplingParams(1.0, 1.0, 10, (0,)), task=SimpleNamespace(max_positions=positions)
     )
     rollout = Rollout(request.prompt_ids, [5] * tokens, finish_reason=reason)  # type: ignore[arg-type]
-    assert _is_whole(ticket, 0, rollout) == whole
+    assert _is_whole(handle, 0, rollout) == whole

@@ -18,7 +18,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.data.order import PromptOrder
 from nemo_oprd.rollout import resume_cache, schedule, training_rollouts
-from nemo_oprd.rollout.concurrent_evaluation import Beside, EngineBeside
+from nemo_oprd.rollout.concurrent_evaluation import EngineWithEvaluation, EvaluationRequests
 from nemo_oprd.rollout.engine import GenerationCancelled, Request, Weights
 from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.rollout.schedule import Schedule, TrainingPrompts, schedule_settings
@@ -44,11 +44,11 @@ class VersionedEngine:
         self.calls.append(("submit", params.key[-1]))
         return SimpleNamespace(requests=requests, step=params.key[-1], served={}, submitted=0.0)
 
-    def collect(self, ticket: Any, *_: Any, **__: Any) -> list[Rollout]:
-        self.calls.append(("collect", ticket.step))
-        one = Rollout([1], [ticket.step], weight_versions=[[self.weights.steps, 0, 1]], finish_reason="stop")  # type: ignore[arg-type]
-        sampled = [one for _ in ticket.requests]
-        if ticket.step == self.cancelled:
+    def collect(self, handle: Any, *_: Any, **__: Any) -> list[Rollout]:
+        self.calls.append(("collect", handle.step))
+        one = Rollout([1], [handle.step], weight_versions=[[self.weights.steps, 0, 1]], finish_reason="stop")  # type: ignore[arg-type]
+        sampled = [one for _ in handle.requests]
+        if handle.step == self.cancelled:
             raise GenerationCancelled({0: sampled[0]})
         return sampled
 
@@ -108,7 +108,7 @@ def test_a_resumed_run_has_responses_of_the_right_weights(
         made.settle(step)
         engine.step()
     made.cache.finish()
-    made.write_ahead(done, tmp_path / "checkpoint")
+    made.write_pending(done, tmp_path / "checkpoint")
     made.rollouts(done)
     if settled:
         made.settle(done)
@@ -116,7 +116,7 @@ def test_a_resumed_run_has_responses_of_the_right_weights(
     again = VersionedEngine(version=done)
     resumed = sampler(again, tmp_path, after, done)
     if done:
-        resumed.read_ahead(tmp_path / "checkpoint")
+        resumed.read_pending(tmp_path / "checkpoint")
     for step in range(done, STEPS):
         versions = {int(rollout.weight_versions[0, 0]) for rollout in resumed.rollouts(step)}  # type: ignore[index]
         resumed.settle(step)
@@ -138,10 +138,10 @@ def test_a_stop_while_responses_are_under_way(tmp_path: Path) -> None:
     made.rollouts(1)
     with pytest.raises(StoppedSampling, match=re.escape("(1, 3, 1, 2)")):
         made.settle(1)
-    made.write_ahead(1, tmp_path / "checkpoint")
+    made.write_pending(1, tmp_path / "checkpoint")
     engine = VersionedEngine(version=1)
     resumed = sampler(engine, tmp_path, 2, first_step=1)
-    resumed.read_ahead(tmp_path / "checkpoint")
+    resumed.read_pending(tmp_path / "checkpoint")
     assert len(resumed.rollouts(1)) == 2 and engine.calls == [("submit", 3)]
     resumed.settle(1)
     resumed.cache.finish()
@@ -172,9 +172,9 @@ class GrowingEngine(VersionedEngine):
     def submit(self, requests: list[Request], params: Any, done: dict[int, Rollout], *_: Any) -> Any:
         return SimpleNamespace(requests=requests, step=params.key[2], done=done, served={}, submitted=0.0)
 
-    def collect(self, ticket: Any, *_: Any, **__: Any) -> list[Rollout]:
-        sampled = [ticket.done.get(i) or self.answer(request) for i, request in enumerate(ticket.requests)]
-        if ticket.step == self.cancelled:
+    def collect(self, handle: Any, *_: Any, **__: Any) -> list[Rollout]:
+        sampled = [handle.done.get(i) or self.answer(request) for i, request in enumerate(handle.requests)]
+        if handle.step == self.cancelled:
             raise GenerationCancelled(dict(enumerate(sampled[::2])) if len(sampled) == 1 else {1: sampled[1]})
         return sampled
 
@@ -223,7 +223,7 @@ def run_all(made: RolloutSampler, engine: VersionedEngine) -> None:
 
 
 def take_up(resumed: RolloutSampler, checkpoint: Path) -> None:
-    resumed.read_ahead(checkpoint)
+    resumed.read_pending(checkpoint)
     resumed.rollouts(3)
 
 
@@ -250,10 +250,12 @@ def test_an_evaluation_goes_with_what_is_sampled_during_the_gradient(tmp_path: P
     """With as many segments as students, the ranks wait for the last ones, which come first."""
     engine, seen = GrowingEngine(), []
     made = segmented(engine, tmp_path, lag=1, tokens=4)
-    made.beside = EngineBeside(engine)  # type: ignore[arg-type]
+    made.with_evaluation = EngineWithEvaluation(engine)  # type: ignore[arg-type]
     evaluation = Request([1], key=(0, 0, 0, 0), most=1)
     for step in range(2):
-        made.beside.add(Beside([evaluation] * 3, lambda found: None, lambda taken: seen.append(len(taken))))
+        made.with_evaluation.add(
+            EvaluationRequests([evaluation] * 3, lambda found: None, lambda taken: seen.append(len(taken)))
+        )
         check_step(made.rollouts(step), step, 1, 4)
         assert len(seen) == step, "nothing of the evaluation before the gradient"
         made.settle(step)
@@ -274,7 +276,7 @@ def test_segments_after_a_resume(tmp_path: Path, lag: int, tokens: int, done: in
         made.settle(step)
         engine.step()
     made.cache.finish()
-    made.write_ahead(done, tmp_path / "checkpoint")
+    made.write_pending(done, tmp_path / "checkpoint")
     if killed == "while it samples":
         with pytest.raises(StoppedSampling):
             until_settled(made, done)
@@ -286,7 +288,7 @@ def test_segments_after_a_resume(tmp_path: Path, lag: int, tokens: int, done: in
     again = GrowingEngine(version=done)
     resumed = segmented(again, tmp_path, lag, tokens, done)
     if done:
-        resumed.read_ahead(tmp_path / "checkpoint")
+        resumed.read_pending(tmp_path / "checkpoint")
     for step in range(done, STEPS):
         check_step(resumed.rollouts(step), step, lag, tokens)
         resumed.settle(step)
@@ -305,9 +307,9 @@ def test_other_settings_sample_anew_what_was_ahead(tmp_path: Path) -> None:
         made.rollouts(step)
         made.settle(step)
         engine.step()
-    made.write_ahead(3, tmp_path / "checkpoint")
+    made.write_pending(3, tmp_path / "checkpoint")
     resumed = segmented(again := GrowingEngine(version=3), tmp_path, 2, 4, first_step=3)
-    resumed.read_ahead(tmp_path / "checkpoint")
+    resumed.read_pending(tmp_path / "checkpoint")
     made.cache.finish()
     for step in range(3, STEPS):
         for rollout in resumed.rollouts(step):
@@ -344,7 +346,7 @@ def test_responses_of_other_weights_of_the_same_number_end_the_resume(tmp_path: 
         made.rollouts(step)
         made.settle(step)
         engine.step()
-    made.write_ahead(3, tmp_path / "checkpoint")
+    made.write_pending(3, tmp_path / "checkpoint")
     made.rollouts(3)
     made.settle(3)
     made.cache.finish()
@@ -354,7 +356,7 @@ def test_responses_of_other_weights_of_the_same_number_end_the_resume(tmp_path: 
         other.engine.weights = Weights(2, "another digest")
         other.rollouts(2)
         other.settle(2)
-        other.write_ahead(3, tmp_path / "others")
+        other.write_pending(3, tmp_path / "others")
         other.cache.finish()
         name = "rollouts/step_0000005.safetensors"
         (tmp_path / "others" / name).replace(tmp_path / "checkpoint" / name)

@@ -55,26 +55,26 @@ class SlowEngine:
         spans = [[self.weights.steps, 0, tokens]]
         return Rollout(request.prompt_ids, ids, weight_versions=spans, finish_reason="stop" if ends else None)  # type: ignore[arg-type]
 
-    def _complete(self, ticket: Any) -> dict[int, Rollout]:
-        whole = {i: tokens for i, tokens in ticket.tokens.items() if tokens == self._needs(ticket.requests[i])}
-        return ticket.done | {i: self._rollout(ticket.requests[i], tokens) for i, tokens in whole.items()}
+    def _complete(self, handle: Any) -> dict[int, Rollout]:
+        whole = {i: tokens for i, tokens in handle.tokens.items() if tokens == self._needs(handle.requests[i])}
+        return handle.done | {i: self._rollout(handle.requests[i], tokens) for i, tokens in whole.items()}
 
-    def gather(self, ticket: Any, enough: Callable[[Any], bool], should_cancel: Any = None) -> dict[int, Rollout]:
-        while not enough({*self._complete(ticket)}):
-            for i in ticket.tokens:
-                ticket.tokens[i] = min(ticket.tokens[i] + 1, self._needs(ticket.requests[i]))
+    def gather(self, handle: Any, enough: Callable[[Any], bool], should_cancel: Any = None) -> dict[int, Rollout]:
+        while not enough({*self._complete(handle)}):
+            for i in handle.tokens:
+                handle.tokens[i] = min(handle.tokens[i] + 1, self._needs(handle.requests[i]))
             if self.stops:
-                raise GenerationCancelled(self._complete(ticket))
-        new = {i: one for i, one in self._complete(ticket).items() if i not in ticket.given}
-        ticket.given |= {*new}
+                raise GenerationCancelled(self._complete(handle))
+        new = {i: one for i, one in self._complete(handle).items() if i not in handle.given}
+        handle.given |= {*new}
         return new
 
-    def cut(self, ticket: Any, should_cancel: Any = None) -> dict[int, Rollout]:
+    def cut(self, handle: Any, should_cancel: Any = None) -> dict[int, Rollout]:
         if self.stops_at_cut:
-            raise GenerationCancelled(self._complete(ticket))
-        whole = self.gather(ticket, lambda complete: True)
-        begun = {i: tokens for i, tokens in ticket.tokens.items() if 0 < tokens < self._needs(ticket.requests[i])}
-        return whole | {i: self._rollout(ticket.requests[i], tokens) for i, tokens in begun.items()}
+            raise GenerationCancelled(self._complete(handle))
+        whole = self.gather(handle, lambda complete: True)
+        begun = {i: tokens for i, tokens in handle.tokens.items() if 0 < tokens < self._needs(handle.requests[i])}
+        return whole | {i: self._rollout(handle.requests[i], tokens) for i, tokens in begun.items()}
 
     def rest(self) -> None:
         pass
@@ -85,8 +85,8 @@ class WholeEngine(Generates, SlowEngine):
 
     gather, cut = Generates.gather, Generates.cut  # type: ignore[assignment]
 
-    def collect(self, ticket: Any, *_: Any, **__: Any) -> list[Rollout]:
-        return [self._rollout(request, self._needs(request)) for request in ticket.requests]
+    def collect(self, handle: Any, *_: Any, **__: Any) -> list[Rollout]:
+        return [self._rollout(request, self._needs(request)) for request in handle.requests]
 
 
 @pytest.fixture(autouse=True)
@@ -171,12 +171,12 @@ def test_a_resume_takes_up_what_is_not_taken(tmp_path: Path, done: int, made_ste
     if not made_step:
         made.rollouts(done)  # gives up in the gradient
         made.settle(done)
-    made.write_ahead(done, tmp_path / "checkpoint")
+    made.write_pending(done, tmp_path / "checkpoint")
     if made_step:  # and goes on, until it is killed
         made.rollouts(done)
         made.settle(done)
     resumed = sampler(SlowEngine(done), tmp_path / "rollouts", done)
-    resumed.read_ahead(tmp_path / "checkpoint")
+    resumed.read_pending(tmp_path / "checkpoint")
     after = taken_of(resumed, range(done, STEPS))
     check(after, done)
     assert prompts_of(before + after) == prompts_of(taken_of(sampler(WholeEngine(), tmp_path), range(STEPS)))
@@ -191,15 +191,15 @@ def test_a_stop_keeps_what_is_complete(tmp_path: Path) -> None:
         made = sampler(SlowEngine(), folder)
         before = taken_of(made, range(2))
         if has_checkpoint:
-            made.write_ahead(2, folder / "checkpoint")
+            made.write_pending(2, folder / "checkpoint")
         made.engine.stops = True
         with pytest.raises(StoppedSampling, match=re.escape("(2, 2, ")):
             taken_of(made, range(2, STEPS))
         if not has_checkpoint:
-            made.write_ahead(2, folder / "checkpoint")
+            made.write_pending(2, folder / "checkpoint")
         engine = SlowEngine(2)
         resumed = sampler(engine, folder, 2)
-        resumed.read_ahead(folder / "checkpoint")
+        resumed.read_pending(folder / "checkpoint")
         after = taken_of(resumed, range(2, STEPS))
         check(after, 2)
         assert prompts_of(before + after) == prompts_of(taken_of(sampler(WholeEngine(), tmp_path), range(STEPS)))
@@ -213,9 +213,9 @@ def test_a_stop_before_the_weights_change_does_not_make_the_step(tmp_path: Path)
     made.engine.stops_at_cut = True
     with pytest.raises(StoppedSampling, match=re.escape("(3, 3, ")):
         made.settle(3)
-    made.write_ahead(3, tmp_path / "checkpoint")
+    made.write_pending(3, tmp_path / "checkpoint")
     resumed = sampler(SlowEngine(3), tmp_path, 3)
-    resumed.read_ahead(tmp_path / "checkpoint")
+    resumed.read_pending(tmp_path / "checkpoint")
     after = taken_of(resumed, range(3, STEPS))
     check(after, 3)
     assert prompts_of(before + after) == prompts_of(taken_of(sampler(WholeEngine(), tmp_path), range(STEPS)))
@@ -225,22 +225,22 @@ def test_a_stop_before_the_weights_change_does_not_make_the_step(tmp_path: Path)
 def test_other_settings_are_refused(tmp_path: Path, change: str) -> None:
     made = sampler(SlowEngine(), tmp_path)
     taken_of(made, range(2))
-    made.write_ahead(2, tmp_path / "checkpoint")
+    made.write_pending(2, tmp_path / "checkpoint")
     with pytest.raises(ValueError, match=r"would be left out or taken twice: set them back") as caught:
-        sampler(SlowEngine(2), tmp_path, 2, change).read_ahead(tmp_path / "checkpoint")
+        sampler(SlowEngine(2), tmp_path, 2, change).read_pending(tmp_path / "checkpoint")
     assert change.split("=")[0] in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_another_mode_is_refused_and_the_other_way_round_goes_on(tmp_path: Path) -> None:
     made = sampler(SlowEngine(), tmp_path)
     taken_of(made, range(2))
-    made.write_ahead(2, tmp_path / "checkpoint")
+    made.write_pending(2, tmp_path / "checkpoint")
     exact = "rollout.mode=exact"
     with pytest.raises(ValueError, match="rollout.mode=stream.* and this run has rollout.mode=exact.*set it back"):
-        sampler(SlowEngine(2), tmp_path, 2, exact, kind=RolloutSampler).read_ahead(tmp_path / "checkpoint")
+        sampler(SlowEngine(2), tmp_path, 2, exact, kind=RolloutSampler).read_pending(tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / STREAM_FILE).unlink()
     resumed = sampler(SlowEngine(2), tmp_path, 2)
-    resumed.read_ahead(tmp_path / "checkpoint")
+    resumed.read_pending(tmp_path / "checkpoint")
     after = taken_of(resumed, range(2, STEPS))
     check(after, 2)
     assert len(prompts_of(after)) == (STEPS - 2) * SIZE
@@ -249,7 +249,7 @@ def test_another_mode_is_refused_and_the_other_way_round_goes_on(tmp_path: Path)
 def test_places_are_plain_json(tmp_path: Path) -> None:
     made = sampler(SlowEngine(), tmp_path)
     taken_of(made, range(1))
-    made.write_ahead(1, tmp_path)
+    made.write_pending(1, tmp_path)
     told = json.loads((tmp_path / STREAM_FILE).read_text())
     assert told["groups"] == 3 and len(told["places"]) == 2 * SIZE
     assert told["settings"]["rollout.max_lag"] == 4

@@ -36,7 +36,7 @@ def test_each_place_is_taken_once_and_in_time(lag: int, size: int, steps: int, s
 
 def test_a_worked_example() -> None:
     """Lag 2 and one group ahead: what is not complete can wait for one step, and no longer."""
-    rules = StreamRules(lag=2, ahead=1, size=2, steps=5)
+    rules = StreamRules(lag=2, early_groups=1, size=2, steps=5)
     assert [rules.admitted(done) for done in range(5)] == [2, 3, 4, 5, 5]
     assert [rules.deadline(group) for group in range(5)] == [2, 2, 3, 4, 5]
     first = [(0, 0), (0, 1), (1, 0), (1, 1)]

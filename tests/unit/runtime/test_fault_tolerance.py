@@ -40,7 +40,7 @@ from nemo_oprd.run.checkpoint_directory import commit_checkpoint, partial_direct
 from nemo_oprd.run.checkpointer import EVALUATION_DEFERRED, Checkpointer, EvaluationOutcome, skipped_in_a_row
 from nemo_oprd.run.metrics_log import MetricsLog
 from nemo_oprd.run.step_recorder import LossSpikeDetector
-from nemo_oprd.run.training import _written_aside
+from nemo_oprd.run.training import _background_writers
 from nemo_oprd.run.training_state import check_resume_signature, resume_signature
 from nemo_oprd.run.validation import Validation
 from nemo_oprd.runtime import watchdog
@@ -473,7 +473,7 @@ def test_the_end_of_a_run_waits_for_what_is_written_aside(ends_with: Exception |
     cache = finish("cache", OSError(errno.ENOSPC, "No space left"))
     run: Any = SimpleNamespace(sampler=SimpleNamespace(cache=cache), recorder=finish("files"))
     raised = pytest.raises(RuntimeError if failed else OSError, match="a fault" if failed else "No space")
-    with raised, _written_aside(run):
+    with raised, _background_writers(run):
         if ends_with is not None:
             raise ends_with
     assert waited == [("cache", failed), ("files", failed)]

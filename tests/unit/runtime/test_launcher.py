@@ -62,7 +62,7 @@ def test_a_rank_without_torchrun_keeps_its_code(monkeypatch: pytest.MonkeyPatch)
     for value in ("", os.devnull):  # torchrun's own ways to say that there is no file
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", value)
         launcher.report(MISTAKE)
-        assert not launcher.neighbour_reported() and launcher.code_beside_failure() == 1
+        assert not launcher.neighbour_reported() and launcher.exit_code_after_neighbour() == 1
         launcher.wait_for_neighbours()
 
 
@@ -70,6 +70,6 @@ def test_ranks_of_another_machine_keep_their_codes(files: list[Path], monkeypatc
     """Their torchrun shows nothing of the failure, so it must not take their end for a success."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[1]))
     launcher.report("another error")  # its own file is not that of a neighbour
-    assert launcher.code_beside_failure() == 1
+    assert launcher.exit_code_after_neighbour() == 1
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[2]))
-    assert launcher.code_beside_failure() == 0
+    assert launcher.exit_code_after_neighbour() == 0

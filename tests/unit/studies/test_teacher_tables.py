@@ -66,4 +66,4 @@ def test_what_a_turn_asks_for() -> None:
     turn, other = Turn.of(options, 0), Turn.of(options, 1)
     assert turn.ids != other.ids and turn.rows == [5, 6, 7, 8] and turn.layers == [4, 8, 13]
     request = turn.requests(logprobs=True)[1]
-    assert request.ask.tokens == request.ids[6:10] and request.ask.final_rows == turn.rows
+    assert request.state_request.tokens == request.ids[6:10] and request.state_request.final_rows == turn.rows

@@ -161,10 +161,10 @@ def test_bytes_and_seconds(pair: list[str]) -> None:
     assert two.servers[0].seconds == pytest.approx(servers.seconds / 2)
     held = planned(pair, 8, "loss.representation.layers=[7,14,28]", response=3000)
     assert servers.flops == pytest.approx(held.flops.teacher, rel=0.02), "as for the same teacher in the trainer"
-    assert servers.ahead == 0
+    assert servers.prefetched == 0
     for gib, early in ((0.01, 0.01 * (1 << 30)), (900, servers.answers)):
         (found,) = planned(pair, 9, *settings, f"teacher.vllm.ahead_gib={gib}", response=3000).servers
-        assert found.ahead == pytest.approx(early)
+        assert found.prefetched == pytest.approx(early)
 
 
 def test_a_run_of_its_own_servers_sends_what_a_bridge_leaves(pair: list[str], tmp_path: Path) -> None:

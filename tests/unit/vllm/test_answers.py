@@ -16,32 +16,40 @@ from nemo_oprd.vllm.server import ServerRefused
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import RequestQueue
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
-from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, Ask, weights_digest
+from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, StateRequest, weights_digest
 
 NAME = "0123456789abcdef" * 2
-ASK = Ask(NAME, [1, 3], [0, 2], [1], None)
+STATE_REQUEST = StateRequest(NAME, [1, 3], [0, 2], [1], None)
 IDS = [5, 6, 7]
 WIDTH = 2
 # two student layers are compared with layer 1
-PROJECTED = replace(ASK, layers=[3, 1, 1], bridge=NAME[::-1], rank=1)
+PROJECTED = replace(STATE_REQUEST, layers=[3, 1, 1], bridge=NAME[::-1], rank=1)
 
 
-def header(ask: Ask = ASK, ids: list[int] = IDS) -> dict[str, Any]:
-    return ask.header(ids, WIDTH, "float32", generation=1)
+def header(state_request: StateRequest = STATE_REQUEST, ids: list[int] = IDS) -> dict[str, Any]:
+    return state_request.header(ids, WIDTH, "float32", generation=1)
 
 
-def read(changed: dict[str, Any], values: list[float], ask: Ask = ASK) -> Any:
+def read(changed: dict[str, Any], values: list[float], state_request: StateRequest = STATE_REQUEST) -> Any:
     raw = bytearray(array("f", values).tobytes())
-    return Request(IDS, ask).read({**header(ask), **changed}, raw, "server", header(ask))
+    return Request(IDS, state_request).read({**header(state_request), **changed}, raw, "server", header(state_request))
 
 
 def test_an_ask_comes_through_as_it_is() -> None:
-    drawn = replace(ASK, tokens=[4], vocabulary=5, temperature=0.7, chunk=3)
+    drawn = replace(STATE_REQUEST, tokens=[4], vocabulary=5, temperature=0.7, chunk=3)
     with_gaps = replace(drawn, gaps=[[0, 1], [2, 4]])
     assert "gaps" in with_gaps.text() and "gaps" not in drawn.text()  # servers of earlier versions know none
-    for ask in (ASK, drawn, with_gaps, PROJECTED, replace(ASK, layers=[], rows=[], final_rows=[])):
-        assert Ask.parse(ask.text(), 3, 2, 9) == ask
-        assert Ask.parse(ask.text(), 3, 2, 9).header(IDS, WIDTH, "float32", 1) == header(ask)
+    for state_request in (
+        STATE_REQUEST,
+        drawn,
+        with_gaps,
+        PROJECTED,
+        replace(STATE_REQUEST, layers=[], rows=[], final_rows=[]),
+    ):
+        assert StateRequest.parse(state_request.text(), 3, 2, 9) == state_request
+        assert StateRequest.parse(state_request.text(), 3, 2, 9).header(IDS, WIDTH, "float32", 1) == header(
+            state_request
+        )
 
 
 @pytest.mark.parametrize(
@@ -62,9 +70,9 @@ def test_an_ask_comes_through_as_it_is() -> None:
 )  # fmt: skip
 def test_what_no_trainer_asks_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"expected"):
-        Ask.parse(Ask(**{**ASK.__dict__, **change}).text(), 3, 2, 9)
-    with pytest.raises(ValueError, match="fields of Ask"):
-        Ask.parse('{"name": 1}', 3, 2, 9)
+        StateRequest.parse(StateRequest(**{**STATE_REQUEST.__dict__, **change}).text(), 3, 2, 9)
+    with pytest.raises(ValueError, match="fields of StateRequest"):
+        StateRequest.parse('{"name": 1}', 3, 2, 9)
 
 
 def test_a_file_is_whole_or_absent_and_taken_once(tmp_path: Path) -> None:
@@ -123,7 +131,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_values_of_an_answer() -> None:
     answer = read({}, [*range(10)])
     assert answer.states.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] and answer.final.tolist() == [[8, 9]]
-    drawn = read({}, [*range(10)], replace(ASK, tokens=[1], vocabulary=9))
+    drawn = read({}, [*range(10)], replace(STATE_REQUEST, tokens=[1], vocabulary=9))
     assert drawn.final.tolist() == [[8, 9]]
     projected = read({}, [*range(8)], PROJECTED)
     assert projected.states.tolist() == [[[0], [1]], [[2], [3]], [[4], [5]]] and projected.final.tolist() == [[6, 7]]
@@ -157,7 +165,12 @@ def test_the_projection_of_another_bridge_is_refused() -> None:
 
 
 def test_other_ids_have_another_header() -> None:
-    headers = [header(), header(ids=[5, 6, 8]), header(replace(ASK, rows=[0, 1])), header(replace(ASK, layers=[1, 2]))]
+    headers = [
+        header(),
+        header(ids=[5, 6, 8]),
+        header(replace(STATE_REQUEST, rows=[0, 1])),
+        header(replace(STATE_REQUEST, layers=[1, 2])),
+    ]
     assert len({each["asked"] for each in headers}) == 4
 
 
@@ -165,7 +178,7 @@ def test_answers_wait_for_room_in_shared_memory() -> None:
     """At most `room` bytes at a time, but one answer in any case, in the order of the requests."""
 
     async def claimed() -> list[int]:
-        left = [(i, Request(IDS, ASK)) for i in (2, 1, 0)]
+        left = [(i, Request(IDS, STATE_REQUEST)) for i in (2, 1, 0)]
         waiting, got = RequestQueue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
         for _ in range(3):
             claim = asyncio.ensure_future(waiting.claim())
@@ -202,24 +215,27 @@ def test_an_answer_without_room_comes_in_pieces(
     changes: dict[str, Any], room: int, sizes: list[tuple[int, int]]
 ) -> None:
     """They are joined to the same answer, and each one that needs more than a row fits."""
-    ask = Ask(NAME, [1, 3], [*range(0, 5000, 2)], [*range(0, 210, 3)])
-    request = Request([0] * 5000, replace(ask, **changes))
+    state_request = StateRequest(NAME, [1, 3], [*range(0, 5000, 2)], [*range(0, 210, 3)])
+    request = Request([0] * 5000, replace(state_request, **changes))
     pieces = request.pieces(room, WIDTH, "float32")
-    assert [(len(each.ask.rows), len(each.ask.final_rows)) for each in pieces] == sizes
-    assert len({each.ask.name for each in pieces}) == len(pieces)
+    assert [(len(each.state_request.rows), len(each.state_request.final_rows)) for each in pieces] == sizes
+    assert len({each.state_request.name for each in pieces}) == len(pieces)
     for each in pieces:
-        assert Ask.parse(each.ask.text(), 5000, 2, 99) == each.ask
-        smallest = PROJECTED_ROWS if each.ask.bridge else 1
-        assert sum(each.ask.sizes(WIDTH, "float32")) <= room or len(each.ask.rows + each.ask.final_rows) <= smallest
-    columns = WIDTH if request.ask.tokens is None else 2
+        assert StateRequest.parse(each.state_request.text(), 5000, 2, 99) == each.state_request
+        smallest = PROJECTED_ROWS if each.state_request.bridge else 1
+        assert (
+            sum(each.state_request.sizes(WIDTH, "float32")) <= room
+            or len(each.state_request.rows + each.state_request.final_rows) <= smallest
+        )
+    columns = WIDTH if request.state_request.tokens is None else 2
 
-    def answer(asked: Ask) -> Answer:
+    def answer(asked: StateRequest) -> Answer:
         rows = torch.tensor(asked.rows, dtype=torch.float32)[None, :, None]
         scale = torch.tensor(asked.layers)[:, None, None] * (1 + torch.arange(asked.rank or WIDTH))
         drawn = torch.tensor(asked.tokens or asked.final_rows, dtype=torch.float32)[:, None]
         return Answer(rows * scale, drawn.expand(-1, columns) + torch.tensor(asked.final_rows)[:, None])
 
-    joined, whole = request.joined([answer(each.ask) for each in pieces]), answer(request.ask)
+    joined, whole = request.joined([answer(each.state_request) for each in pieces]), answer(request.state_request)
     assert torch.equal(joined.states, whole.states) and torch.equal(joined.final, whole.final)
 
 

@@ -18,7 +18,7 @@ from nemo_oprd.vllm.request_round import RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_round import RequestQueue, Round
-from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, AnswerFolder, Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, AnswerFolder, StateRequest
 
 COUNT = 6
 WIDTH = 2
@@ -35,7 +35,7 @@ class Servers:
         return ""
 
     async def post(self, server: Server, _: str, body: dict[str, Any], **__: Any) -> bytes:
-        self.names.append(json.loads(body["sampling_params"]["extra_args"][ASK])["name"])
+        self.names.append(json.loads(body["sampling_params"]["extra_args"][STATE_REQUEST])["name"])
         await asyncio.sleep(0.01)
         if server.number in self.dying:
             raise ServerDied("killed")
@@ -56,17 +56,21 @@ class Computing(Servers):
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def post(self, server: Server, _: str, body: dict[str, Any], **__: Any) -> bytes:
-        ids, text = body["token_ids"], body["sampling_params"]["extra_args"][ASK]
-        ask = Ask.parse(text, len(ids), 9, 9)
+        ids, text = body["token_ids"], body["sampling_params"]["extra_args"][STATE_REQUEST]
+        state_request = StateRequest.parse(text, len(ids), 9, 9)
         await asyncio.sleep(0)
         if server.number == 0 and len(self.names) < self.dies:
-            self.names.append(ask.name)
+            self.names.append(state_request.name)
             raise ServerDied("killed")
-        self.names.append(ask.name)
-        states = [float(layer * row) for layer in ask.layers for row in ask.rows for _ in range(WIDTH)]
-        final = [float(row) for row in ask.final_rows for _ in range(WIDTH)]
+        self.names.append(state_request.name)
+        states = [
+            float(layer * row) for layer in state_request.layers for row in state_request.rows for _ in range(WIDTH)
+        ]
+        final = [float(row) for row in state_request.final_rows for _ in range(WIDTH)]
         self.answered += 1
-        self.folder.write(ask.name, ask.header(ids, WIDTH, "float32", 1), array("f", states + final).tobytes())
+        self.folder.write(
+            state_request.name, state_request.header(ids, WIDTH, "float32", 1), array("f", states + final).tobytes()
+        )
         return b""
 
 
@@ -78,11 +82,15 @@ def test_a_round_joins_the_pieces_of_answers(tmp_path: Path, room: int, dies: in
     folder = AnswerFolder(str(tmp_path))
     client: Any = Computing(folder, dies)
     servers = [Server(number, 2) for number in range(2)]
-    asks = [Ask(f"{i:032x}", [1, 3], [*range(i + 1)], [*range(i)]) for i in range(COUNT)]
-    requests, found, failures = [Request([5] * 9, ask) for ask in asks], dict[int, Answer](), Failures()
+    state_requests = [StateRequest(f"{i:032x}", [1, 3], [*range(i + 1)], [*range(i)]) for i in range(COUNT)]
+    requests, found, failures = (
+        [Request([5] * 9, state_request) for state_request in state_requests],
+        dict[int, Answer](),
+        Failures(),
+    )
     generations = {server.name: 1 for server in servers}
     asked = Round(client, folder, generations, WIDTH, "float32", room, slots=2, limit_s=10.0)
-    asked.ask(requests, [0, 2, 3, 5], found.__setitem__, failures, servers)
+    asked.request_states(requests, [0, 2, 3, 5], found.__setitem__, failures, servers)
     client.loop.call_soon_threadsafe(client.loop.stop)
     assert sorted(found) == [0, 2, 3, 5] and not failures.refused and len(failures.died) == (dies > 0)
     for i, answer in found.items():
@@ -99,7 +107,7 @@ class Reader:
 
 def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], RequestRound, RequestQueue]:
     """(The requests in the order of their answers, the round, what it leaves) of `COUNT` answers of 100 bytes."""
-    requests = [(i, Request([1, 2, 3], Ask(f"{i:032x}", [1], [0], []))) for i in range(COUNT)]
+    requests = [(i, Request([1, 2, 3], StateRequest(f"{i:032x}", [1], [0], []))) for i in range(COUNT)]
     waiting, got = RequestQueue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
 
     def deliver(index: int, *_: Any) -> None:

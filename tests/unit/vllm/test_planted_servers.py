@@ -20,7 +20,7 @@ from nemo_oprd.canary.layer_by_layer import layered_states
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.vllm import teacher_canary as proofs
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
-from nemo_oprd.vllm.teacher_canary import Asks, Canary
+from nemo_oprd.vllm.teacher_canary import Canary, RequestsStates
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from tests.support.canary_models import WINDOW, save_model
 from tests.support.planted_models import edit_json, edit_tensors
@@ -44,12 +44,12 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def server(directory: Path, dtype: str = "float32", reads: Callable[[list[int]], list[int]] = list) -> Asks:
+def server(directory: Path, dtype: str = "float32", reads: Callable[[list[int]], list[int]] = list) -> RequestsStates:
     """A server of the model in `directory`, which reads other layers than it is asked for, if `reads` says so."""
 
     def answer(request: Request) -> Answer:
-        ask = replace(request.ask, layers=reads(request.ask.layers))
-        return Answer(*states_of(str(directory), dtype, request.ids, ask))
+        state_request = replace(request.state_request, layers=reads(request.state_request.layers))
+        return Answer(*states_of(str(directory), dtype, request.ids, state_request))
 
     return lambda requests: [answer(request) for request in requests]
 
@@ -187,11 +187,11 @@ def test_a_server_that_projects_otherwise_is_refused(model: Callable[..., Path])
     bridge = ServedBridge(Bridge(RANK, maps, *identities), (1, 2), [2, DEPTH + 1])
     canary = Canary(spec, right, "float32", None, bridge)
 
-    def projecting(spoil: Callable[[torch.Tensor], torch.Tensor]) -> Asks:
+    def projecting(spoil: Callable[[torch.Tensor], torch.Tensor]) -> RequestsStates:
         def answer(request: Request) -> Answer:
-            states, final = states_of(str(right), "float32", request.ids, request.ask)
-            if request.ask.bridge:
-                assert request.ask.bridge == bridge.digest
+            states, final = states_of(str(right), "float32", request.ids, request.state_request)
+            if request.state_request.bridge:
+                assert request.state_request.bridge == bridge.digest
                 states = torch.stack([
                     (rows - each.teacher_mean) @ spoil(each.teacher_basis).T  # type: ignore[arg-type, operator]
                     for rows, each in zip(states, maps.values(), strict=True)

@@ -20,13 +20,13 @@ from nemo_oprd.bridge.maps import Bridge, LayerBridge, ModelIdentity
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import BridgeFile
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
-from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, GENERATION, AnswerFolder, Ask
+from nemo_oprd.vllm.worker.nemo_oprd_requests import GENERATION, STATE_REQUEST, AnswerFolder, StateRequest
 
 WORKER = Path(__file__).parents[3] / "nemo_oprd" / "vllm" / "worker"
 WIDTH, IDS, VOCABULARY = 8, [3, 1, 4, 1], 6
 RANK = 3
-STATES = Ask("0" * 32, [1, 2, 3], [0, 3], [])
-LOGITS = Ask("1" * 32, [], [], [0, 1, 2], [1, 2, 3], vocabulary=VOCABULARY, chunk=1)
+STATES = StateRequest("0" * 32, [1, 2, 3], [0, 3], [])
+LOGITS = StateRequest("1" * 32, [], [], [0, 1, 2], [1, 2, 3], vocabulary=VOCABULARY, chunk=1)
 
 
 class Layer(torch.nn.Module):
@@ -103,7 +103,7 @@ class Server:
     def request(self, text: str | None) -> str:
         """The name of a new request."""
         self.count += 1
-        extra = SimpleNamespace(extra_args=None if text is None else {ASK: text})
+        extra = SimpleNamespace(extra_args=None if text is None else {STATE_REQUEST: text})
         self.runner.requests[str(self.count)] = SimpleNamespace(sampling_params=extra, prompt_token_ids=IDS)
         return str(self.count)
 
@@ -158,11 +158,11 @@ def bridge(tmp_path: Path) -> ServedBridge:
 
 
 @pytest.fixture
-def values(tmp_path: Path) -> Callable[[Ask], tuple[Any, list[float]]]:
+def values(tmp_path: Path) -> Callable[[StateRequest], tuple[Any, list[float]]]:
     """(The header, the float32 numbers) of an answer."""
 
-    def taken(ask: Ask) -> tuple[Any, list[float]]:
-        found = AnswerFolder(str(tmp_path)).take(ask.name)
+    def taken(state_request: StateRequest) -> tuple[Any, list[float]]:
+        found = AnswerFolder(str(tmp_path)).take(state_request.name)
         assert found is not None
         return found[0], torch.frombuffer(found[1], dtype=torch.float32).tolist()
 
@@ -170,27 +170,27 @@ def values(tmp_path: Path) -> Callable[[Ask], tuple[Any, list[float]]]:
 
 
 @pytest.fixture
-def answer(tmp_path: Path) -> Callable[[Ask], Any]:
-    """What a server has answered to an ask: the header."""
+def answer(tmp_path: Path) -> Callable[[StateRequest], Any]:
+    """What a server has answered to a state request: the header."""
     folder = AnswerFolder(str(tmp_path))
 
-    def taken(ask: Ask) -> Any:
-        found = folder.take(ask.name)
+    def taken(state_request: StateRequest) -> Any:
+        found = folder.take(state_request.name)
         return None if found is None else found[0]
 
     return taken
 
 
 Start = Callable[..., Server]
-Answered = Callable[[Ask], Any]
+Answered = Callable[[StateRequest], Any]
 
 
 def fails(_: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("out of memory")
 
 
-def header(ask: Ask) -> dict[str, Any]:
-    return ask.header(IDS, WIDTH, "float32", 1)
+def header(state_request: StateRequest) -> dict[str, Any]:
+    return state_request.header(IDS, WIDTH, "float32", 1)
 
 
 def test_rows_over_chunks(start: Start, answer: Answered) -> None:
@@ -205,13 +205,13 @@ def test_rows_over_chunks(start: Start, answer: Answered) -> None:
     assert server.capture.jobs == {}
 
 
-def test_ids_that_are_left_out(start: Start, values: Callable[[Ask], tuple[Any, list[float]]]) -> None:
+def test_ids_that_are_left_out(start: Start, values: Callable[[StateRequest], tuple[Any, list[float]]]) -> None:
     """Log-probability and entropy over the other ids, of what the head makes of the states."""
-    ask, seen = replace(LOGITS, gaps=[[0, 1], [4, 5]]), []
+    state_request, seen = replace(LOGITS, gaps=[[0, 1], [4, 5]]), []
     server = start()
     server.model.logits = lambda states: seen.append(states[:, :VOCABULARY].double().clone()) or states[:, :VOCABULARY]
-    server.ask(ask.text())
-    found = torch.tensor(values(ask)[1]).reshape(3, 2).double()
+    server.ask(state_request.text())
+    found = torch.tensor(values(state_request)[1]).reshape(3, 2).double()
     kept = [1, 2, 3, 5]
     log_p = torch.cat(seen)[:, kept].log_softmax(-1)
     drawn = log_p.gather(1, torch.tensor([[kept.index(token)] for token in LOGITS.tokens or []]))[:, 0]
@@ -246,7 +246,7 @@ def test_why_a_model_cannot_be_read_is_the_answer(start: Start, answer: Answered
 def test_all_tensor_ranks_compute_all_logits(start: Start, answer: Answered) -> None:
     """Whatever failed on one of them: in the same pass, in an earlier pass of the job, or with what logits say."""
     server = start(tensor=2)
-    both = Ask(**{**LOGITS.__dict__, "layers": [2], "rows": [0]})
+    both = StateRequest(**{**LOGITS.__dict__, "layers": [2], "rows": [0]})
     server.model.spoil = [0]
     server.ask(both.text())
     assert server.model.calls == 3 and "differ" in answer(both)["error"]
@@ -282,11 +282,11 @@ def test_states_are_projected_before_they_leave(
     """As float64 projects the states that leave without a bridge; in two chunks the same bits as in one."""
     server, found = start(), list[list[float]]()
     assert load(server, bridge.write(tmp_path)) == {"digest": bridge.digest}
-    plain = Ask("2" * 32, [2, 3], [0, 1, 3], [])
-    projected = Ask("3" * 32, bridge.layers, [0, 1, 3], [], bridge=bridge.digest, rank=RANK)
+    plain = StateRequest("2" * 32, [2, 3], [0, 1, 3], [])
+    projected = StateRequest("3" * 32, bridge.layers, [0, 1, 3], [], bridge=bridge.digest, rank=RANK)
     for chunks in ([(0, 4)], [(0, 1), (1, 3)]):
         server.runner.requests.clear()
-        keys = [server.request(ask.text()) for ask in (plain, projected)]
+        keys = [server.request(state_request.text()) for state_request in (plain, projected)]
         for part in chunks:
             torch.manual_seed(0)
             server.model.input = torch.randn(4, WIDTH)[slice(part[0], sum(part))].repeat(2, 1)
@@ -309,13 +309,13 @@ def test_a_bridge_that_is_not_here_is_the_answer(
     start: Start, load: Callable[..., Any], bridge: ServedBridge, answer: Answered, tmp_path: Path
 ) -> None:
     server = start()
-    asked = Ask("4" * 32, bridge.layers, [0], [], bridge=bridge.digest, rank=RANK)
+    asked = StateRequest("4" * 32, bridge.layers, [0], [], bridge=bridge.digest, rank=RANK)
     server.ask(asked.text(), STATES.text())
     assert f"bridge {bridge.digest} for layers [2, 2, 3]: expected one that was loaded: none" in answer(asked)["error"]
     assert answer(STATES) == header(STATES)
     load(server, bridge.write(tmp_path))
     for change in ({"rank": RANK + 1}, {"layers": [2, 3]}):
-        server.ask(Ask(**{**asked.__dict__, **change}).text())
+        server.ask(StateRequest(**{**asked.__dict__, **change}).text())
         assert "expected one that was loaded" in answer(asked)["error"]
     server.ask(asked.text())
     assert answer(asked)["bridge"] == bridge.digest

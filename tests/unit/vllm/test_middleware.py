@@ -27,7 +27,7 @@ from nemo_oprd.vllm.weight_group import open_store, own_address
 from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER, open_bucket
 from nemo_oprd.vllm.worker.nemo_oprd_group import Group, address_towards
-from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, LEASE_S, RELEASE, RENEW, RUN, Door, read_tokens
+from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, LEASE_S, RELEASE, RENEW, RUN, Middleware, read_tokens
 
 ONE, OTHER = "1" * 40, "2" * 40
 FOR_THIS_USER = "expected a file of this user with mode 0600 and lines of at least 32 letters, digits, - and _: "
@@ -41,20 +41,20 @@ def token_file(directory: Path, text: str = f"{ONE}\n{OTHER}\n", mode: int = 0o6
 
 
 class Visitor:
-    """Knocks at a door; time goes on by `clock.now`."""
+    """Knocks at a middleware; time goes on by `clock.now`."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.let_in = SimpleNamespace(now=1000.0), list[str]()
         monkeypatch.setenv(nemo_oprd_middleware.TOKEN_FILE, str(token_file(directory)))
         clock = SimpleNamespace(monotonic=lambda: self.clock.now, strftime=time.strftime, gmtime=time.gmtime)
         monkeypatch.setattr(nemo_oprd_middleware, "time", clock)
-        self._door = Door(self._behind)
+        self._door = Middleware(self._behind)
 
     async def _behind(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         self.let_in.append(scope.get("path", ""))
 
     def knock(self, path: str, lease: str = "", token: str = ONE, method: str = "POST", **more: Any) -> tuple[int, str]:
-        """(Status, text) of the door's answer; (0, "") if it lets in."""
+        """(Status, text) of the middleware's answer; (0, "") if it lets in."""
         headers = [(b"Authorization", f"Bearer {token}".encode()), (RUN.encode(), b"run\x07 of " + lease.encode())]
         headers += [(LEASE.title().encode(), lease.encode())] if lease else []
         scope = {"type": "http", "method": method, "path": path, "headers": headers, **more}
@@ -102,7 +102,7 @@ def test_one_run_has_the_lease(visitor: Visitor) -> None:
 
 
 def test_a_lease_ends(visitor: Visitor) -> None:
-    """Some time after the last call, or at once; the server behind the door hears of neither call."""
+    """Some time after the last call, or at once; the server behind the middleware hears of neither call."""
     visitor.knock("/pause", "first")
     for _ in range(3):
         visitor.clock.now += LEASE_S - 1

@@ -29,7 +29,7 @@ _SHARED = (
 )
 
 
-class TeacherBeside:
+class ColocatedTeacher:
     """This rank's stage of an adopted, frozen teacher; `model` may be wrapped."""
 
     def __init__(self, model: torch.nn.Module, pipeline: dist.ProcessGroup) -> None:
@@ -73,7 +73,7 @@ class TeacherBeside:
             self._sent = None
 
 
-def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> TeacherBeside:
+def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> ColocatedTeacher:
     """Builds the teacher from Megatron-Bridge's model provider, in the student's layout, groups and precision.
 
     Args:
@@ -99,7 +99,7 @@ def build_teacher(student: Any, provider: Any, chunk: torch.nn.Module) -> Teache
         model.requires_grad_(False)
         model.eval()
     (model,) = adopt(models, hf_config=local_hf_config(provider))
-    return TeacherBeside(model, groups.pp)
+    return ColocatedTeacher(model, groups.pp)
 
 
 def after_backward(config: Any, then: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The door of a teacher's server that several runs share: which calls it takes, and what answers it sends."""
+"""The middleware of a teacher's server that several runs share: which calls it takes, and what answers it sends."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ VALUES = bytes(range(256)) * 20
 
 
 class Server:
-    """A door, and behind it an application that writes the answer which `writes` names."""
+    """A middleware, and behind it an application that writes the answer which `writes` names."""
 
-    def __init__(self, folder: Path, door: Any) -> None:
+    def __init__(self, folder: Path, middleware: Any) -> None:
         self.folder, self.calls, self.bodies = AnswerFolder(str(folder)), list[str](), list[bytes]()
         self.writes: str | None = NAME
         self.status, self.hold = 200, asyncio.Event()
         self.hold.set()
-        self.door = door(self._app)
+        self.middleware = middleware(self._app)
 
     async def _app(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         self.calls.append(scope["path"])
@@ -54,7 +54,7 @@ class Server:
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
 
-        await self.door(scope, receive, send)
+        await self.middleware(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
@@ -70,7 +70,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     before = set(sys.modules)
     import nemo_oprd_teacher_middleware  # type: ignore[import-not-found]
 
-    yield Server(folder, nemo_oprd_teacher_middleware.TeacherDoor)
+    yield Server(folder, nemo_oprd_teacher_middleware.TeacherMiddleware)
     for name in set(sys.modules) - before:
         if name.startswith("nemo_oprd_"):
             del sys.modules[name]
@@ -145,7 +145,7 @@ def test_every_call_but_health_needs_the_token(server: Server) -> None:
 
 def test_answers_wait_for_room(server: Server) -> None:
     """One that is larger than the room alone, others together as far as they fit; the next one when one has ended."""
-    room = server.door._room
+    room = server.middleware._room
     room.limit, server.writes = 100, None
 
     async def visit() -> list[int]:

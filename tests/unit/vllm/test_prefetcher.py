@@ -15,11 +15,11 @@ from nemo_oprd.config.rollout_schema import TeacherServerConfig
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.teacher_round import Ahead, named
-from nemo_oprd.vllm.worker.nemo_oprd_requests import ASK, AnswerFolder, Ask
+from nemo_oprd.vllm.teacher_round import Prefetcher, named
+from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, AnswerFolder, StateRequest
 
 WIDTH, IDS = 2, [5, 6, 7]
-REQUESTS = [Request([*IDS, i], Ask(f"{i:032x}", [1], [0, 2], [])) for i in range(4)]
+REQUESTS = [Request([*IDS, i], StateRequest(f"{i:032x}", [1], [0, 2], [])) for i in range(4)]
 BYTES = 2 * WIDTH * 4  # of an answer
 
 
@@ -54,87 +54,87 @@ def folder(tmp_path: Path) -> AnswerFolder:
 SERVERS = [Server(0, 1), Server(1, 1)]
 
 
-def made(client: Client, answers: float, readers: int = 1) -> Ahead:
+def made(client: Client, answers: float, readers: int = 1) -> Prefetcher:
     """With room for so many answers of each reader."""
     settings = TeacherServerConfig(ahead_gib=answers * readers * BYTES / (1 << 30))
-    return Ahead(client, settings, WIDTH, "float32", readers, slots=2)
+    return Prefetcher(client, settings, WIDTH, "float32", readers, slots=2)
 
 
-def taken(ahead: Ahead, folder: AnswerFolder) -> dict[int, Answer]:
+def taken(prefetcher: Prefetcher, folder: AnswerFolder) -> dict[int, Answer]:
     """What is there of all requests."""
     found: dict[int, Answer] = {}
-    ahead.take_all(REQUESTS, folder, {3}, found.__setitem__)
+    prefetcher.take_all(REQUESTS, folder, {3}, found.__setitem__)
     return found
 
 
 def answer(folder: AnswerFolder, request: Request, generation: int = 3, **changes: Any) -> None:
     """What a server writes."""
-    ask = named(request).ask
-    header = ask.header(request.ids, WIDTH, "float32", generation) | changes
-    folder.write(ask.name, header, array("f", range(2 * WIDTH)).tobytes())
+    state_request = named(request).state_request
+    header = state_request.header(request.ids, WIDTH, "float32", generation) | changes
+    folder.write(state_request.name, header, array("f", range(2 * WIDTH)).tobytes())
 
 
 def test_names_tell_what_an_answer_depends_on() -> None:
     request = REQUESTS[0]
     assert named(request) == named(request.renamed()) and named(request) == named(named(request))
-    others = [Request([*IDS, 9], request.ask)] + [
-        Request(request.ids, replace(request.ask, **change))
+    others = [Request([*IDS, 9], request.state_request)] + [
+        Request(request.ids, replace(request.state_request, **change))
         for change in ({"rows": [0]}, {"layers": [2]}, {"bridge": "0" * 32, "rank": 1}, {"temperature": 0.5})
     ]
-    assert len({named(each).ask.name for each in [request, *others]}) == 6
-    assert Ask.parse(named(request).ask.text(), 4, 2, 9) == named(request).ask
+    assert len({named(each).state_request.name for each in [request, *others]}) == 6
+    assert StateRequest.parse(named(request).state_request.text(), 4, 2, 9) == named(request).state_request
 
 
 @pytest.mark.parametrize("readers", [1, 4])
 def test_answers_fit_the_budget(client: Posting, folder: AnswerFolder, readers: int) -> None:
-    ahead = made(client, 2.5, readers)
-    ahead.offer(1, [REQUESTS[0], REQUESTS[0].renamed()], SERVERS)
-    ahead.offer(2, REQUESTS, SERVERS)
-    ahead.settle()
-    asked = [json.loads(body["sampling_params"]["extra_args"][ASK])["name"] for _, body in client.posted]
-    assert sorted(asked) == sorted(named(each).ask.name for each in REQUESTS[:2])
+    prefetcher = made(client, 2.5, readers)
+    prefetcher.offer(1, [REQUESTS[0], REQUESTS[0].renamed()], SERVERS)
+    prefetcher.offer(2, REQUESTS, SERVERS)
+    prefetcher.settle()
+    asked = [json.loads(body["sampling_params"]["extra_args"][STATE_REQUEST])["name"] for _, body in client.posted]
+    assert sorted(asked) == sorted(named(each).state_request.name for each in REQUESTS[:2])
     assert {number for number, _ in client.posted} == {0, 1}
-    began, ended = ahead.span(1) or (0.0, 0.0)
-    assert 0 < began <= ended and ahead.span(3) is None
-    ahead.forget(2, folder)
-    ahead.offer(2, REQUESTS, SERVERS)
-    ahead.settle()
-    assert len(client.posted) == 3 and ahead.span(1) is None, "the room of a step that is over"
+    began, ended = prefetcher.span(1) or (0.0, 0.0)
+    assert 0 < began <= ended and prefetcher.span(3) is None
+    prefetcher.forget(2, folder)
+    prefetcher.offer(2, REQUESTS, SERVERS)
+    prefetcher.settle()
+    assert len(client.posted) == 3 and prefetcher.span(1) is None, "the room of a step that is over"
 
 
 def test_only_answers_of_servers_as_they_run_are_used(client: Posting, folder: AnswerFolder) -> None:
-    ahead = made(client, 9)
+    prefetcher = made(client, 9)
     answer(folder, REQUESTS[0])
     answer(folder, REQUESTS[1], generation=2)
     answer(folder, REQUESTS[2], error="off")
-    found = taken(ahead, folder)
-    assert [*found] == [0] and ahead.used == 1
+    found = taken(prefetcher, folder)
+    assert [*found] == [0] and prefetcher.used == 1
     assert found[0].states.tolist() == [[[0, 1], [2, 3]]]
-    assert taken(ahead, folder) == {}, "once"
+    assert taken(prefetcher, folder) == {}, "once"
     answer(folder, REQUESTS[3], asked="another one")
     with pytest.raises(ServerRefused, match="asked=another one instead of"):
-        taken(ahead, folder)
+        taken(prefetcher, folder)
 
 
 @pytest.mark.parametrize("fails", [ServerDied("killed"), ServerRefused("no")])
 def test_a_server_that_fails_is_the_business_of_the_round(
     client: Posting, folder: AnswerFolder, fails: Exception
 ) -> None:
-    ahead, client.fails = made(client, 9), fails
-    ahead.offer(0, REQUESTS, SERVERS)
-    ahead.settle()
-    assert len(client.posted) == 4 and ahead.span(0) is None and taken(ahead, folder) == {}
-    ahead.forget(1, folder)
-    ahead.close()
+    prefetcher, client.fails = made(client, 9), fails
+    prefetcher.offer(0, REQUESTS, SERVERS)
+    prefetcher.settle()
+    assert len(client.posted) == 4 and prefetcher.span(0) is None and taken(prefetcher, folder) == {}
+    prefetcher.forget(1, folder)
+    prefetcher.close()
 
 
 def test_what_nobody_took_is_removed(client: Posting, folder: AnswerFolder, tmp_path: Path) -> None:
-    ahead = made(client, 9)
+    prefetcher = made(client, 9)
     for step in (0, 1):
-        ahead.offer(step, [REQUESTS[step]], SERVERS)
-    ahead.settle()
+        prefetcher.offer(step, [REQUESTS[step]], SERVERS)
+    prefetcher.settle()
     for request in REQUESTS[:3]:
         answer(folder, request)
-    ahead.forget(1, folder)
+    prefetcher.forget(1, folder)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {named(each).ask.name for each in REQUESTS[1:3]}
+    assert left == {named(each).state_request.name for each in REQUESTS[1:3]}
