@@ -88,7 +88,7 @@ def _whole_visit(config: Any) -> list[Any]:
 
     from nemo_oprd.run.resolve import resolve
     from nemo_oprd.tools.doctor import examination as command
-    from nemo_oprd.tools.doctor.settings import Settings, for_diagnosis
+    from nemo_oprd.tools.doctor.findings import Settings, for_diagnosis
 
     made: list[Any] = []
     make = command.Report

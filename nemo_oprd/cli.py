@@ -27,7 +27,7 @@ __all__ = ["COMMANDS", "main", "run_as_command"]
 # name -> module of its options and its work, what it does
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": (
-        "nemo_oprd.tools.doctor.command",
+        "nemo_oprd.tools.doctor",
         "say in one line each what would make this run fail silently; exit code 1 if anything is wrong",
     ),
     "train": (
@@ -55,11 +55,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "what a run would do to its prompts: suffix, held-out problems, duplicates, contamination; needs no model",
     ),
     "plan": (
-        "nemo_oprd.tools.plan.command",
+        "nemo_oprd.tools.plan",
         "what a training run needs on a number of GPUs: memory, operations, bytes, seconds; config.json is enough",
     ),
     "rehearse": (
-        "nemo_oprd.tools.rehearse.command",
+        "nemo_oprd.tools.rehearse",
         "two steps of some ranks at full size on fake CUDA tensors: memory, waits, mistakes; needs no GPU",
     ),
     "families": (
@@ -67,11 +67,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "which model families run, who builds them, with which layouts they were tried, what is refused",
     ),
     "toy": (
-        "nemo_oprd.tools.toy.command",
+        "nemo_oprd.tools.toy",
         "make a small student-teacher pair and its prompts",
     ),
     "report": (
-        "nemo_oprd.tools.report.command",
+        "nemo_oprd.tools.report",
         "one HTML page of curves from one or several runs",
     ),
     "compare": (
@@ -87,7 +87,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "grade kept responses again and print their metrics with intervals; needs no model",
     ),
     "from-nemo-rl": (
-        "nemo_oprd.integrations.from_nemo_rl.command",
+        "nemo_oprd.integrations.from_nemo_rl",
         "a distillation recipe of NeMo-RL as a configuration, with a list of what has no counterpart",
     ),
 }

@@ -32,7 +32,7 @@ from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.run.resolve import resolve
 from nemo_oprd.tools.plan.estimate import Estimate
 from nemo_oprd.tools.plan.gpus import ASSUMED, GPUS
-from nemo_oprd.tools.rehearse.command import PLANNED, TOLERANCE, planned_bytes
+from nemo_oprd.tools.rehearse import PLANNED, TOLERANCE, planned_bytes
 from nemo_oprd.train import accumulate_gradients
 
 _NO_HIDDEN = ("loss.representation.layers=none", "loss.output.weight=1")

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_parts.measure import is_cuda
 from benchmarks.gpu_parts.outcome import Outcome
 from benchmarks.gpu_parts.rehearsed import recorder
-from nemo_oprd.tools.rehearse.command import unknown_waits
+from nemo_oprd.tools.rehearse import unknown_waits
 from nemo_oprd.tools.rehearse.places import CodeLocation, current_place
 
 # of torch's warning, "called a synchronizing CUDA operation"

@@ -27,7 +27,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
     from nemo_oprd.run.models import world_size
     from nemo_oprd.run.preflight import preflight
     from nemo_oprd.tools.doctor import examination as command
-    from nemo_oprd.tools.doctor.settings import Settings, for_diagnosis
+    from nemo_oprd.tools.doctor.findings import Settings, for_diagnosis
 
     made: list[Any] = []
 

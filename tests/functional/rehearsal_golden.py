@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_oprd.tools.rehearse import layers as te_package
-from nemo_oprd.tools.rehearse.command import waits_of_a_step
+from nemo_oprd.tools.rehearse import waits_of_a_step
 
 FILE = Path(__file__).with_name("rehearsal_golden.json")
 

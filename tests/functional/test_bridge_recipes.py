@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from megatron_bridge_environment import PYTHON, ROOT, run
 
-from nemo_oprd.tools.rehearse.command import TOLERANCE
+from nemo_oprd.tools.rehearse import TOLERANCE
 from nemo_oprd.tools.rehearse.shim import COMPILERS
 from tests.support.recipe_models import OF_MEGATRON_BRIDGE, shipped, write_models
 

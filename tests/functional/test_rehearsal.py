@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import rehearsal_golden
 
+from nemo_oprd.tools.rehearse import PARTS, disagreements, lines, unknown_waits, waits_of_a_step
 from nemo_oprd.tools.rehearse import layers as te_package
-from nemo_oprd.tools.rehearse.command import PARTS, disagreements, lines, unknown_waits, waits_of_a_step
 from nemo_oprd.tools.rehearse.shim import COMPILERS
 
 MODEL = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_oprd.tools.rehearse.command import KNOWN_WAITS
+from nemo_oprd.tools.rehearse import KNOWN_WAITS
 from nemo_oprd.tools.rehearse.shim import COMPILERS
 from tests.support.rehearsal_server import Rehearsals, Rehearsed
 

@@ -24,8 +24,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.run.resolve import resolve
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster
-from nemo_oprd.tools.rehearse import rank, shim
-from nemo_oprd.tools.rehearse.command import disagreements, ranks_of_interest, report
+from nemo_oprd.tools.rehearse import disagreements, rank, ranks_of_interest, report, shim
 
 # what a rehearsed rank imports once torch.cuda was replaced
 PRELOADED = (

@@ -43,7 +43,7 @@ from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.signals import agree
 from nemo_oprd.tools.doctor import files as file_checks
 from nemo_oprd.tools.doctor import models as model_checks
-from nemo_oprd.tools.doctor import responses as sample_checks
+from nemo_oprd.tools.doctor import prompts as sample_checks
 from nemo_oprd.tools.doctor.files import (
     Reads,
     damaged_weights,
@@ -53,12 +53,11 @@ from nemo_oprd.tools.doctor.files import (
     same_weights,
     survey,
 )
-from nemo_oprd.tools.doctor.findings import Finding, Report, Verdict
+from nemo_oprd.tools.doctor.findings import Finding, Report, Settings, Verdict, evaluation_limit, not_sampled
 from nemo_oprd.tools.doctor.layer_map import LayerMap
 from nemo_oprd.tools.doctor.models import layer_similarity, massive_activations
 from nemo_oprd.tools.doctor.prompts import instructions, prompt_files, tokenized
 from nemo_oprd.tools.doctor.run_settings import config_values, settings
-from nemo_oprd.tools.doctor.settings import Settings, evaluation_limit, not_sampled
 from nemo_oprd.train import accumulate_gradients
 from nemo_oprd.vllm.server import ServerRefused
 

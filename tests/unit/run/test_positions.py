@@ -14,10 +14,10 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.run.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
 from nemo_oprd.run.resolve import resolve, resolve_models
+from nemo_oprd.tools import rehearse
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster, count, in_bytes
 from nemo_oprd.tools.plan.report import as_json, lines
-from nemo_oprd.tools.rehearse import command as rehearse
 from nemo_oprd.tools.rehearse.rank import failure_of
 
 GOLDEN = Path(__file__).parents[2] / "golden"  # models of 64 positions

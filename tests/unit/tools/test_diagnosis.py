@@ -17,11 +17,16 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import RepresentationLossConfig
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.tools.doctor.files import rope
-from nemo_oprd.tools.doctor.findings import Finding, Report
+from nemo_oprd.tools.doctor.findings import Finding, Report, Settings, for_diagnosis
 from nemo_oprd.tools.doctor.models import aligned_positions, distance, judge, layer_errors
-from nemo_oprd.tools.doctor.prompts import instructions, repeated_sentences
-from nemo_oprd.tools.doctor.responses import Answers, repeats_itself, teacher_is_better, truncation
-from nemo_oprd.tools.doctor.settings import Settings, for_diagnosis
+from nemo_oprd.tools.doctor.prompts import (
+    Answers,
+    instructions,
+    repeated_sentences,
+    repeats_itself,
+    teacher_is_better,
+    truncation,
+)
 
 SUFFIX = "Please reason step by step, and put your final answer within \\boxed{}."
 OTHER = "Let's think step by step and output the final answer within \\boxed{}."

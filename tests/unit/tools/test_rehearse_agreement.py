@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nemo_oprd.tools.rehearse.command import EXPERTS_LOADS, disagreements
+from nemo_oprd.tools.rehearse import EXPERTS_LOADS, disagreements
 from nemo_oprd.tools.rehearse.host_values import LOADS, visits
 
 

@@ -11,8 +11,7 @@ import torch
 from packaging.requirements import Requirement
 
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.tools.rehearse import layers
-from nemo_oprd.tools.rehearse.command import unknown_waits
+from nemo_oprd.tools.rehearse import layers, unknown_waits
 from nemo_oprd.tools.rehearse.te_functions import Functions, NotRehearsed
 
 ROOT = Path(__file__).parents[3]

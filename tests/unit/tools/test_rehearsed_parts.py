@@ -20,7 +20,7 @@ from nemo_oprd.run.resolve import RunSpec, resolve
 from nemo_oprd.tools.plan.estimate import Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster
 from nemo_oprd.tools.plan.memory import rows_on_rank
-from nemo_oprd.tools.rehearse.command import PARTS, disagreements, planned_bytes, ranks_of_interest
+from nemo_oprd.tools.rehearse import PARTS, disagreements, planned_bytes, ranks_of_interest
 
 TWO_STAGES = ("student.parallel.tensor=2", "student.parallel.pipeline=2", "teacher.parallel.tensor=2")
 

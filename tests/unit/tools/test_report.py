@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nemo_oprd.run.run_reader import read_run, short_names
-from nemo_oprd.tools.report import command
+from nemo_oprd.tools import report as command
 from nemo_oprd.tools.report.page import TEMPLATE, write_report
 
 pytest.importorskip("matplotlib")

@@ -16,7 +16,7 @@ from report_runs import PROBLEMS, TOKENS, make_run
 from nemo_oprd.cli import main
 from nemo_oprd.evaluation.intervals import MEANINGS, Difference
 from nemo_oprd.run.run_reader import read_run
-from nemo_oprd.tools.report import command
+from nemo_oprd.tools import report as command
 from nemo_oprd.tools.report import page as pages
 from nemo_oprd.tools.report.figures import interval, number, signed
 from nemo_oprd.tools.report.page import write_report
