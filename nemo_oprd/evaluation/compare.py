@@ -38,7 +38,7 @@ from nemo_oprd.models import read_model_spec
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.runtime.gpus import check_promise
-from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.runtime.output_directories import check_directory, mark
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def compare(options: CompareOptions) -> None:
     check_output(str(options.output))
     files = {f"{name}.{ending}" for name in options.students for ending in ("json", "jsonl")}
     check_directory(options.output, "compare", "--output", writes=files)
-    options.output.mkdir(parents=True, exist_ok=True)
+    mark(options.output, "compare")
     comparison = Comparison(options)
     results = {name: comparison.student(name) for name in options.students}
     print(terminal_table(results))

@@ -36,7 +36,7 @@ from nemo_oprd.rollout.replay import read_rollouts
 from nemo_oprd.run.models import world_size
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import replacing, write_atomically
-from nemo_oprd.runtime.output_directories import check_directory
+from nemo_oprd.runtime.output_directories import check_directory, mark
 from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import KEY
@@ -112,7 +112,8 @@ def _capture(options: CaptureOptions) -> None:
     manifest, folder = options.output / "manifest.json", options.output / "hidden_states"
     manifest.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    mark(options.output, "capture")
+    folder.mkdir()
     init_distributed()
     canary = Canary(spec, options.model, options.dtype, None)
     servers = TeacherServers(config, 0, canary, Layout())

@@ -22,6 +22,7 @@ from nemo_oprd.run.models import student_files
 from nemo_oprd.run.prompt_files import held_out_problems
 from nemo_oprd.run.resolve import SamplingSpec, servers_ids
 from nemo_oprd.runtime.messages import is_first_rank
+from nemo_oprd.runtime.output_directories import mark
 from nemo_oprd.runtime.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def evaluate(sampling: SamplingSpec) -> None:
         for note in (*sampling.student.notes, *evaluator.notes):
             logger.info(note)
         if dist.get_rank() == 0:
+            mark(Path(config.output), "evaluate")
             generations.begin(afresh=False)
         evaluator.evaluate(engine, generations)
     if dist.get_rank() == 0:

@@ -42,6 +42,7 @@ from nemo_oprd.run.models import RunFiles, build_distiller, make_plan
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.runtime.messages import ON_STDOUT, is_first_rank
+from nemo_oprd.runtime.output_directories import mark
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, agree
 
@@ -135,7 +136,8 @@ class SampledRollouts:
         about |= ENGINES[settings.engine].sampled_with
         problem = None
         if dist.get_rank() == 0:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            mark(Path(self.config.output), "fit-bridge")
+            file.parent.mkdir(exist_ok=True)
             problem = self._other_settings(file, about)
             if problem is None:
                 write_atomically(file, json.dumps(about) + "\n")
@@ -217,6 +219,7 @@ def fit_bridge(spec: RunSpec) -> None:
         bridge = _fit(config, distiller, statistics, source)
         if dist.get_rank() == 0:
             print(_rank_table(bridge.report["layers"]), flush=True)
+            mark(output, "fit-bridge")
             save_bridge(bridge, output)
             print(f"wrote {output}: rank {bridge.rank}, {len(bridge.pairs)} layer pairs", flush=True)
         dist.barrier()

@@ -22,6 +22,7 @@ from nemo_oprd.run.config_history import record_config
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.messages import hours_minutes_seconds
+from nemo_oprd.runtime.output_directories import mark
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class MetricsLog:
         self._wandb: Any = None
         if not self.writes:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        mark(self.directory, "train")
         self.config_file = record_config(self.directory, config)
         self.path = self.directory / "metrics.jsonl"
         if not first_step and self.path.exists():

@@ -28,6 +28,7 @@ from nemo_oprd.run.data import recorded_rollouts
 from nemo_oprd.run.models import build_distiller, make_plan
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.output_directories import mark
 
 Accumulate = Callable[..., StepResult]
 
@@ -68,7 +69,7 @@ def _verify(
         stream = chain(student.hf_gradients(), bridge_gradients(student.chunks, student.role, student.objective))
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
         if dist.get_rank() == 0:
-            output.mkdir(parents=True, exist_ok=True)
+            mark(output, "verify")
             save_file(gradients, output / "grads.safetensors")
             losses = loss_report(metrics, batch, rollouts)
             write_atomically(output / "losses.json", json.dumps(losses, indent=1) + "\n")

@@ -5,21 +5,26 @@
     command writes. Other files, such as a log, stay as they are; a command that replaces its own
     earlier results (`replaces`) wants no such files beside them.
 
-The files that a command writes first (`signs`) identify its directory, so directories of earlier versions and copies
-are recognised, too. Hidden files are ignored. `check_file` is for commands that write a single file. Imports nothing
-but the standard library, `runtime/disk.py` and `runtime/files.py`.
+`mark` writes the file `MARKER`, which names the command that made the directory. Without it, a run is recognised by its
+config.yaml, other results by the file that their command completes (`result`), and a model by its config.json. Other
+hidden files are ignored. `check_file` is for commands that write a single file. Imports nothing but the standard
+library, `runtime/disk.py` and `runtime/files.py`.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from nemo_oprd.runtime.disk import check_place
-from nemo_oprd.runtime.files import kind_of
+from nemo_oprd.runtime.files import kind_of, write_atomically
+
+# {"command": NAME}; hidden, as it is no result
+MARKER = ".nemo_oprd.json"
 
 
 @dataclass(frozen=True)
@@ -27,33 +32,87 @@ class Maker:
     """A command, and a name for its results (`what`).
 
     Attributes:
-        signs: patterns of files, or tests of the directory; any of them shows that the command made the directory.
-        writes: additional names that the command writes.
+        writes: the names that the command writes.
+        result: patterns of files that show, without a marker, that the command made a directory.
         replaces: it replaces its earlier results as a whole.
     """
 
     command: str
     what: str
-    signs: tuple[str | Callable[[Path], bool], ...]
-    writes: tuple[str, ...] = ()
+    writes: tuple[str, ...]
+    result: tuple[str, ...] = ()
     replaces: bool = False
+
+
+_MOST_BYTES = 1 << 20
+# logs of vLLM's servers, which may exist before all other files and do not identify a directory
+_LOGS = {"vllm"}
+_RUN = (
+    *("config.yaml", "metrics.jsonl", "timeline.jsonl", "data.json", "environment.json", "tensorboard"),
+    *("rollouts", "evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id", "libraries.log"),
+)
+_GRADED = ("disagreements", "evaluation.json", "differences.json")
+MAKERS = {
+    maker.command: maker
+    for maker in (
+        # Megatron's own checkpoints have no state.json and no hf
+        Maker("train", "a training run", _RUN, ("checkpoints/iter_*/state.json", "checkpoints/iter_*/hf")),
+        Maker("compare", "a comparison of models", ("teacher.json", "teacher.jsonl"), ("teacher.json",)),
+        Maker("evaluate", "an evaluation", ("generations", "grades", *_GRADED), ("generations",)),
+        Maker("grade", "grades of an evaluation", ("grades", *_GRADED), ("grades",)),
+        Maker(
+            "fit-bridge",
+            "a bridge",
+            ("bridge.json", "bridge.safetensors", "rollouts"),
+            ("bridge.json", "bridge.safetensors", "rollouts/about.json"),
+            replaces=True,
+        ),
+        Maker(
+            "verify",
+            "a verify result",
+            ("losses.json", "grads.safetensors"),
+            ("losses.json", "grads.safetensors"),
+            replaces=True,
+        ),
+        Maker(
+            "capture",
+            "captured states",
+            ("manifest.json", "hidden_states"),
+            ("manifest.json", "hidden_states/hs_*.safetensors"),
+            replaces=True,
+        ),
+        Maker("toy", "a toy pair", ("toy.json", "student", "teacher", "prompts"), ("toy.json",)),
+        Maker("export", "a model", ("*",), (".metadata",)),
+    )
+}
+
+
+def mark(directory: Path, command: str) -> None:
+    """Makes `directory` if it is missing, and marks it as made by `command`, unless a command made it before."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if maker_of(directory) is None:
+        write_atomically(directory / MARKER, json.dumps({"command": command}) + "\n")
+
+
+def maker_of(directory: Path) -> Maker | None:
+    """Returns the command that made a directory; None for a missing or empty one, and for one that no command made."""
+    if not directory.is_dir():
+        return None
+    marked = re.match(rb'\{"command": "([a-z-]+)"', _content(directory / MARKER))
+    if marked and marked[1].decode() in MAKERS:
+        return MAKERS[marked[1].decode()]
+    if _has_run_config(directory):
+        return MAKERS["train"]
+    for maker in MAKERS.values():
+        if any(any(directory.glob(pattern)) for pattern in maker.result):
+            return maker
+    return MAKERS["export"] if b'"model_type"' in _content(directory / "config.json") else None
 
 
 def _has_run_config(directory: Path) -> bool:
     """Returns whether config.yaml is the complete configuration of a run, and not another file of that name."""
     groups = set(re.findall(rb"^(\w+):", _content(directory / "config.yaml"), flags=re.MULTILINE))
     return {b"output", b"student", b"teacher", b"loss", b"rollout", b"train"} <= groups
-
-
-def _has_responses_of_compare(directory: Path) -> bool:
-    """Returns whether `compare` wrote teacher.jsonl; it writes teacher.json right after it."""
-    line = _content(directory / "teacher.jsonl").partition(b"\n")[0]
-    return all(f'"{name}": '.encode() in line for name in ("prompt", "response", "ended", "prompt_ids"))
-
-
-def _has_model(directory: Path) -> bool:
-    """Returns whether config.json is that of a Hugging Face model."""
-    return b'"model_type"' in _content(directory / "config.json")
 
 
 def _content(file: Path) -> bytes:
@@ -65,44 +124,6 @@ def _content(file: Path) -> bytes:
         return b""
 
 
-_MOST_BYTES = 1 << 20
-# logs of vLLM's servers, which may exist before all other files and do not identify a directory
-_LOGS = {"vllm"}
-_GRADED = ("disagreements", "evaluation.json", "differences.json")
-# The first command with a matching sign made the directory: a run also holds results like those of other commands.
-MAKERS = (
-    Maker(
-        "train",
-        "a training run",
-        (_has_run_config, "checkpoints/iter_*/state.json", "checkpoints/iter_*/hf"),  # Megatron's own have neither
-        (
-            *("config.yaml", "metrics.jsonl", "timeline.jsonl", "data.json", "environment.json", "tensorboard"),
-            *("rollouts", "evaluations", "checkpoints", "bridge", "hf", "wandb", "wandb_id", "libraries.log"),
-        ),
-    ),
-    Maker("compare", "a comparison of models", ("teacher.json", _has_responses_of_compare), ("teacher.jsonl",)),
-    Maker("evaluate", "an evaluation", ("generations",), ("grades", *_GRADED)),
-    Maker("grade", "grades of an evaluation", ("grades",), _GRADED),
-    Maker("fit-bridge", "a bridge", ("bridge.json", "bridge.safetensors", "rollouts/about.json"), ("rollouts",), True),
-    Maker("verify", "a verify result", ("losses.json", "grads.safetensors"), (), True),
-    Maker("capture", "captured states", ("manifest.json", "hidden_states/hs_*.safetensors"), (), True),
-    Maker("toy", "a toy pair", ("toy.json",), ("student", "teacher", "prompts")),
-    Maker("export", "a model", (_has_model, ".metadata"), ("*",)),
-)
-_BY_COMMAND = {maker.command: maker for maker in MAKERS}
-
-
-def maker_of(directory: Path) -> Maker | None:
-    """Returns the command that made a directory; None for a missing or empty one, and for one that no command made."""
-    if not directory.is_dir():
-        return None
-    for maker in MAKERS:
-        for sign in maker.signs:
-            if sign(directory) if callable(sign) else any(directory.glob(sign)):
-                return maker
-    return None
-
-
 def check_directory(
     directory: Path, command: str, key: str = "output", *, writes: Collection[str] = (), others: Collection[str] = ()
 ) -> None:
@@ -112,14 +133,14 @@ def check_directory(
         writes: names that this call writes besides those of the `Maker`.
         others: commands whose directories this call may write into, too.
     """
-    mine, fix = _BY_COMMAND[command], f"choose another {key.removeprefix('--')}"
+    mine, fix = MAKERS[command], f"choose another {key.removeprefix('--')}"
     if directory.exists() and not directory.is_dir():
         what = kind_of(directory) or "a file"
         raise ValueError(f"{key}={directory}: {directory} is {what}, expected a directory; {fix}")
     check_place(directory, key)
     visible = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     visible = [name for name in visible if not name.startswith(".") and name not in _LOGS]
-    own = {*mine.writes, *writes, *(sign.split("/")[0] for sign in mine.signs if isinstance(sign, str))}
+    own = {*mine.writes, *writes}
     maker = maker_of(directory)
     strange = [name for name in visible if not any(fnmatchcase(name, each) for each in own)]
     why = None

@@ -13,7 +13,7 @@ from kept_responses import write_generations
 from nemo_oprd.cli import main
 from nemo_oprd.config.loading import load_config, to_yaml
 from nemo_oprd.runtime.disk import check_place
-from nemo_oprd.runtime.output_directories import MAKERS, check_directory, check_file, maker_of
+from nemo_oprd.runtime.output_directories import MAKERS, MARKER, check_directory, check_file, maker_of, mark
 
 
 def a_run(directory: Path) -> None:
@@ -50,7 +50,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def test_all_makers_are_tried() -> None:
-    assert set(MADE) == {maker.command for maker in MAKERS}
+    assert set(MADE) == set(MAKERS)
 
 
 @pytest.mark.parametrize("maker", MADE)
@@ -121,9 +121,38 @@ def test_inside_a_run(tmp_path: Path) -> None:
 
 def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
     """Killed between its two files of the teacher."""
+    mark(tmp_path, "compare")
     line = {"prompt": "1+1", "response": "2", "ended": True, "prompt_ids": [1], "response_ids": [2]}
     (tmp_path / "teacher.jsonl").write_text(json.dumps(line) + "\n")
     check_directory(tmp_path, "compare")
+
+
+@pytest.mark.parametrize("command", MADE)
+def test_a_marked_directory_is_that_commands_before_its_first_file(tmp_path: Path, command: str) -> None:
+    place = tmp_path / "place"
+    mark(place, command)
+    assert [path.name for path in place.iterdir()] == [MARKER]
+    for other in MADE:
+        if other == command:
+            check_directory(place, other)
+        else:
+            with pytest.raises(ValueError, match=f"it is {MAKERS[command].what}"):
+                check_directory(place, other)
+
+
+def test_a_marker_is_not_replaced_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+    """The results in a directory show their command, where a marker does not."""
+    write_generations(tmp_path)
+    mark(tmp_path, "grade")
+    assert not (tmp_path / MARKER).exists(), "evaluate made this directory"
+    for text in ("", "{", '{"command": "another"}'):
+        (tmp_path / MARKER).write_text(text)
+        found = maker_of(tmp_path)
+        assert found is not None and found.command == "evaluate"
+    (tmp_path / MARKER).write_text('{"command": "capture"}')
+    mark(tmp_path, "grade")
+    found = maker_of(tmp_path)
+    assert found is not None and found.command == "capture"
 
 
 def test_single_files(tmp_path: Path) -> None:
