@@ -1,8 +1,9 @@
 """Defines `idle_ranks`, and the checks of a start that need only a configuration, a number of ranks and config.json.
 
 No torch, no weights. Each function is one check. The checks of a stage are in a table with their codes, in order:
-`LAYOUT_CHECKS` here, `config_checks`, `run_checks` and `sampling_checks` in `preflight.py`. `train` and the other
-commands stop at the first refusal; `doctor` reports all of a stage. `inputs.py` has those that need files.
+`LAYOUT_CHECKS` here, `config_checks`, `run_checks` and `sampling_checks` in `preflight.py`, and those that read files
+in `input_checks` of `inputs.py` and `EVALUATION_CHECKS` of `evaluate.py`. `train` and the other commands stop at the
+first refusal; `doctor` reports all of a stage.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class Check(Generic[Stage]):
         code: its name, which `doctor` writes beside a refusal.
         function: raises ValueError if the stage cannot start; the message names the value, what was expected, and the
             fix.
+        waits: whether it waits for other programs, which is of no use once another check has failed.
     """
 
     code: str
-    function: Callable[[Stage], None]
+    function: Callable[[Stage], object]
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,20 @@ class Refusal:
 
 
 def refusals(checks: Iterable[Check[Stage]], stage: Stage) -> Iterator[Refusal]:
-    """Makes the checks in order; yields those that fail. If the caller stops at one, later checks are not made."""
+    """Makes the checks in order; yields those that fail. If the caller stops at one, later checks are not made.
+
+    A check that fails with the message of an earlier one, because both read the same input, is left out.
+    """
+    said = set[str]()
     for check in checks:
+        if check.waits and said:
+            continue
         try:
             check.function(stage)
         except ValueError as error:
-            yield Refusal(check.code, error)
+            if str(error) not in said:
+                said.add(str(error))
+                yield Refusal(check.code, error)
 
 
 def stop_at_first(found: Iterable[Refusal]) -> None:

@@ -22,7 +22,7 @@ from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.replay import TeacherLimits, own_sequences, read_rollouts
 from nemo_oprd.rollout.schedule import NO_PROMPTS, TrainingPrompts
 from nemo_oprd.rollout.teacher_inputs import PromptInputs, TeacherInputs, TextInputs
-from nemo_oprd.run.checks import check_prompts_given, check_same_architecture
+from nemo_oprd.run.checks import check_prompts_given
 from nemo_oprd.run.models import RunFiles
 from nemo_oprd.run.prompt_files import prepare_prompts, say_shares
 from nemo_oprd.run.resolve import RunModels, RunSpec
@@ -189,8 +189,8 @@ class TrainingData:
     evaluator: Evaluator | None
 
 
-def read_training_data(run: RunSpec, files: RunFiles) -> TrainingData:
-    """Reads and encodes the data of a training run.
+def read_training_data(run: RunSpec, files: RunFiles, *, evaluates: bool = True) -> TrainingData:
+    """Reads and encodes the data of a training run; `evaluates`: with `evaluation.every`, its validation sets, too.
 
     Raises:
         ValueError: a file is missing or malformed, or does not fit the models.
@@ -201,10 +201,8 @@ def read_training_data(run: RunSpec, files: RunFiles) -> TrainingData:
         return TrainingData(recorded, NO_PROMPTS, None, [], None)
     prompts, teacher_inputs = read_prompts(config, files, run.models.routing)
     student = files.student
-    if config.evaluation.teacher:
-        check_same_architecture(student.spec, files.teachers[0].spec)
     evaluator = None
-    if config.evaluation.every:
+    if evaluates and config.evaluation.every:
         evaluator = Evaluator(config, student.tokenizer, student.spec.max_positions, prompts.held_out)
         said = prompts.report.lines
         said += [line for line in evaluator.notes if line not in said]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch.distributed as dist
 
 from nemo_oprd.evaluation.evaluator import Evaluator
-from nemo_oprd.evaluation.generations import model_identity
+from nemo_oprd.evaluation.generations import Generations, model_identity
 from nemo_oprd.evaluation.responses import METRICS
 from nemo_oprd.evaluation.tables import details, table
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.run.checks import check_output_directory, wait_for_sampling_endpoints
+from nemo_oprd.run.checks import Check, refusals, stop_at_first, wait_for_sampling_endpoints
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
-from nemo_oprd.run.models import student_files
+from nemo_oprd.run.models import ModelFiles, student_files
 from nemo_oprd.run.prompt_files import held_out_problems
 from nemo_oprd.run.resolve import SamplingSpec, servers_ids
 from nemo_oprd.runtime.messages import is_first_rank
@@ -26,6 +27,51 @@ from nemo_oprd.runtime.output_directories import mark
 from nemo_oprd.runtime.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    """What `evaluate` reads before it makes an engine. Each part is read once, when the first check needs it."""
+
+    sampling: SamplingSpec
+
+    @cached_property
+    def model(self) -> ModelFiles:
+        """Returns the files of the student."""
+        return student_files(self.sampling.config, self.sampling.student)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Returns the evaluator with the validation sets."""
+        config = self.sampling.config
+        return Evaluator(config, self.model.tokenizer, self.model.spec.max_positions, held_out_problems(config))
+
+    @cached_property
+    def generations(self) -> Generations:
+        """Returns the directory of the responses."""
+        identity = model_identity(self.model.weights_directory)
+        return self.evaluator.generations(Path(self.sampling.config.output), identity)
+
+    def check_sampling_device(self) -> None:
+        """Raises ValueError unless the engine can sample from the student on this machine."""
+        rollout = self.sampling.config.rollout
+        ENGINES[rollout.engine].check_device(rollout, self.model.spec)
+
+    def wait_for_endpoints(self) -> None:
+        """Waits for servers that others run, unless all responses are there."""
+        if is_first_rank() and not self.evaluator.is_complete(self.generations):
+            wait_for_sampling_endpoints(self.sampling.config)
+
+
+EVALUATION_CHECKS = (
+    Check[EvaluationInputs]("vocabulary", lambda inputs: inputs.model.check_vocabulary()),
+    Check[EvaluationInputs]("data", lambda inputs: inputs.evaluator),
+    Check("sampling-device", EvaluationInputs.check_sampling_device),
+    # under the lock: another process may have written responses before
+    Check[EvaluationInputs]("responses", lambda inputs: inputs.generations.check()),
+    Check[EvaluationInputs]("model-files", lambda inputs: inputs.model.read),
+    Check("endpoints", EvaluationInputs.wait_for_endpoints, waits=True),
+)
 
 
 def evaluate(sampling: SamplingSpec) -> None:
@@ -38,23 +84,13 @@ def evaluate(sampling: SamplingSpec) -> None:
         ValueError: there is no validation set, the model or the data are wrong, another process uses the directory, or
             it holds the responses of another evaluation.
     """
-    config = sampling.config
-    model = student_files(config, sampling.student)
-    tokenizer, spec = model.tokenizer, model.spec
-    check_output_directory(config, "evaluate")
-    model.check_vocabulary()
-    evaluator = Evaluator(config, tokenizer, spec.max_positions, held_out_problems(config))
+    config, inputs = sampling.config, EvaluationInputs(sampling)
     kind = ENGINES[config.rollout.engine]
-    kind.check_device(config.rollout, spec)
-    generations = evaluator.generations(Path(config.output), model_identity(model.weights_directory))
-    generations.check()
-    read = model.read
     with ExitStack() as stack:
         if is_first_rank():
             stack.callback(RunLock(Path(config.output)).undo)
-            generations.check()  # again under the lock: another process may have used the directory before
-            if not evaluator.is_complete(generations):
-                wait_for_sampling_endpoints(config)
+        stop_at_first(refusals(EVALUATION_CHECKS, inputs))
+        model, tokenizer, spec = inputs.model, inputs.model.tokenizer, inputs.model.spec
         init_distributed()
         model.check_files()
 
@@ -65,16 +101,16 @@ def evaluate(sampling: SamplingSpec) -> None:
             sampled = servers_ids(config, sampling.student) if shared else tokenizer.ids(spec.vocab_size)
             made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, sampled)
             stack.callback(made.close)
-            made.load(read, str(model.directory))
+            made.load(model.read, str(model.directory))
             return made
 
         seed_everything(config.seed)
-        for note in (*sampling.student.notes, *evaluator.notes):
+        for note in (*sampling.student.notes, *inputs.evaluator.notes):
             logger.info(note)
         if dist.get_rank() == 0:
             mark(Path(config.output), "evaluate")
-            generations.begin(afresh=False)
-        evaluator.evaluate(engine, generations)
+            inputs.generations.begin(afresh=False)
+        inputs.evaluator.evaluate(engine, inputs.generations)
     if dist.get_rank() == 0:
         # with the intervals, which only the file has
         rows = {model.directory.name: json.loads((Path(config.output) / METRICS).read_text())}

@@ -35,10 +35,10 @@ from nemo_oprd.rollout.engine import Request, RolloutEngine
 from nemo_oprd.rollout.exchange import first_ranks_rollouts
 from nemo_oprd.rollout.replay import read_rollouts, write_rollouts
 from nemo_oprd.rollout.schedule import training_requests, training_sampling
-from nemo_oprd.run.checks import check_experts_train, check_output_directory
-from nemo_oprd.run.data import read_prompts, recorded_rollouts
+from nemo_oprd.run.checks import check_experts_train
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
-from nemo_oprd.run.models import RunFiles, build_distiller, make_plan
+from nemo_oprd.run.inputs import RunInputs, read_inputs
+from nemo_oprd.run.models import build_distiller
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.files import read_json, write_atomically
 from nemo_oprd.runtime.messages import ON_STDOUT, is_first_rank
@@ -84,14 +84,13 @@ class SampledRollouts:
         student_tokenizer, teacher_tokenizer: fingerprints.
     """
 
-    def __init__(self, spec: RunSpec, files: RunFiles) -> None:
-        self.config = config = spec.config
-        self.student, self.files = files.student, files
-        ENGINES[config.rollout.engine].check_device(config.rollout, files.student.spec)
-        prompts, (self.teacher_inputs,) = read_prompts(config, files, spec.models.routing)
-        self.prompts = prompts.training
-        for line in prompts.report.lines:
-            logger.info(line)
+    def __init__(self, inputs: RunInputs) -> None:
+        self.config, self.files = config, files = inputs.config, inputs.files
+        self.student, self.prompts = files.student, inputs.data.prompts
+        (self.teacher_inputs,) = inputs.data.teacher_inputs
+        if inputs.data.report is not None:
+            for line in inputs.data.report.lines:
+                logger.info(line)
         tokenizer = files.student.tokenizer
         self.student_tokenizer = tokenizer.fingerprint()
         self.teacher_tokenizer = files.teachers[0].tokenizer.fingerprint()
@@ -165,16 +164,6 @@ class SampledRollouts:
         return training_requests(self.prompts, self.config, start // per_prompt, count // per_prompt)
 
 
-def rollout_source(spec: RunSpec, files: RunFiles) -> RecordedRollouts | SampledRollouts:
-    """Returns the source of the rollouts that the configuration names.
-
-    Raises:
-        ValueError: the recorded rollouts, the prompts, the tokenizers or `data.train` are wrong.
-    """
-    recorded = recorded_rollouts(spec.config, spec.models)
-    return SampledRollouts(spec, files) if recorded is None else RecordedRollouts(spec.config, recorded)
-
-
 def _batch_size(config: Config) -> int:
     return config.train.prompts_per_step * config.rollout.per_prompt
 
@@ -203,16 +192,15 @@ def fit_bridge(spec: RunSpec) -> None:
             rows than the rank needs, or another process uses the directory.
         Stopped: a signal asked the process to stop; the same command resumes with the rollouts that were kept.
     """
-    output = Path(spec.config.output)
-    check_output_directory(spec.config, "fit-bridge")
     spec = _without_sequence_parallelism(spec)
-    config, files = spec.config, RunFiles(spec.config, spec.models)
+    config, output = spec.config, Path(spec.config.output)
     with ExitStack() as stack:
         if is_first_rank():
             stack.callback(RunLock(output).undo)
-        source = rollout_source(spec, files)
-        plan = make_plan(spec, files, fitting=True)
-        distiller = stack.enter_context(closing(build_distiller(plan, trainable=False)))
+        inputs = read_inputs(spec, "fit-bridge")
+        recorded = inputs.data.recorded
+        source = SampledRollouts(inputs) if recorded is None else RecordedRollouts(config, recorded)
+        distiller = stack.enter_context(closing(build_distiller(inputs.plan, trainable=False)))
         signals = stack.enter_context(Signals())
         statistics = _collect_statistics(config, distiller, source, signals)
         # signals are ignored from here on: the remaining work is short

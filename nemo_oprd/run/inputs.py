@@ -4,13 +4,15 @@
     RunInputs    what it reads: tokenizers, prompts or recorded rollouts, weights' files, the checkpoint to resume from
     TrainingRun  what runs: models, engine, sampler, records                    training.py
 
-`read_inputs` makes every check that needs no model, and leaves no trace: it writes nothing and uses no collective.
+`read_inputs` makes every check that needs no model, those of `input_checks` in their order, and leaves no trace: it
+writes nothing and uses no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from nemo_oprd.config.resume_rules import Change
@@ -23,16 +25,15 @@ from nemo_oprd.run.checkpoint_directory import (
     find_damage_together,
     has_digests,
     iteration_directory,
-    newest_steps,
 )
-from nemo_oprd.run.checks import check_output_directory, wait_for_endpoints
+from nemo_oprd.run.checks import Check, check_engine, refusals, stop_at_first, wait_for_endpoints
 from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
 from nemo_oprd.run.engine_kinds import ENGINES
 from nemo_oprd.run.models import RunFiles, RunPlan, make_plan
+from nemo_oprd.run.preflight import TEACHER_SAMPLED, Command
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.run.resume import check_resume, compare_settings
 from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature
-from nemo_oprd.runtime.messages import is_first_rank
 
 
 @dataclass(frozen=True)
@@ -43,66 +44,81 @@ class ResumePoint:
         step: steps before it; None for a new run.
         notes: lines about damaged checkpoints that were skipped, and about missing digests.
         changed: settings that differ from those under which the last kept step ran; all are permitted.
-        seen: the checkpoints that were there, as `newest_steps` returns them.
     """
 
     step: int | None
     notes: tuple[str, ...]
     changed: tuple[Change, ...]
-    seen: tuple[str | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a training run."""
+    """What a command reads before it builds models. Each part is read once, when the first check needs it.
 
-    plan: RunPlan
-    data: TrainingData
-    resume: ResumePoint
+    A part raises ValueError if it cannot be read, or does not fit the others.
+    """
 
-    @property
-    def spec(self) -> RunSpec:
-        """Returns the models, layers and layouts for which these inputs were read."""
-        return self.plan.run
+    spec: RunSpec
+    command: Command = "train"
 
     @property
     def config(self) -> Config:
         """Returns the configuration of the run."""
-        return self.plan.run.config
+        return self.spec.config
 
-    @property
+    @cached_property
     def files(self) -> RunFiles:
         """Returns the files of the run's models."""
-        return self.plan.files
+        return RunFiles(self.config, self.spec.models)
+
+    @cached_property
+    def data(self) -> TrainingData:
+        """Returns the encoded prompts, or the recorded rollouts."""
+        return read_training_data(self.spec, self.files, evaluates=self.command in ("train", "doctor"))
+
+    @cached_property
+    def plan(self) -> RunPlan:
+        """Returns the models that the command will build."""
+        return make_plan(self.spec, self.files, fitting=self.command == "fit-bridge")
+
+    @cached_property
+    def resume(self) -> ResumePoint:
+        """Returns the checkpoint from which a training run goes on. The first rank holds the directory's lock."""
+        return find_resume_point(self.plan)
+
+    def check_sampling_device(self) -> None:
+        """Raises ValueError unless the engine can sample from the student on this machine."""
+        ENGINES[self.config.rollout.engine].check_device(self.config.rollout, self.files.student.spec)
 
 
-def read_inputs(spec: RunSpec) -> RunInputs:
-    """Reads and checks everything that a training run needs before models are built. Every rank calls this.
+def input_checks(command: Command, config: Config) -> Iterator[Check[RunInputs]]:
+    """Yields the checks of the third stage of a start that this command needs, in order."""
+    samples = config.rollout.replay is None
+    if command == "doctor":  # after the files, whose findings say why
+        yield Check("engine", lambda inputs: check_engine(config, inputs.files.student.spec))
+        if config.evaluation.teacher:
+            yield Check(TEACHER_SAMPLED.code, lambda inputs: TEACHER_SAMPLED.function(inputs.spec))
+    yield Check("data", lambda inputs: inputs.data)
+    if samples:
+        yield Check("sampling-device", RunInputs.check_sampling_device)
+    yield Check("model-files", lambda inputs: inputs.plan)
+    if samples:
+        yield Check("bridge-tokenizers", lambda inputs: check_bridge_tokenizers(inputs.plan.objective, inputs.files))
+    if command == "train":
+        yield Check("checkpoint", lambda inputs: inputs.resume)
+    if command in ("train", "doctor"):
+        yield Check("endpoints", lambda inputs: wait_for_endpoints(config), waits=True)
+
+
+def read_inputs(spec: RunSpec, command: Command = "train") -> RunInputs:
+    """Reads and checks everything that a command needs before models are built. Every rank calls this.
 
     Raises:
         ValueError: the configuration, a model, the data or a checkpoint is wrong.
     """
-    config = spec.config
-    check_output_directory(config, "train")
-    data, plan = read_data_and_models(spec, RunFiles(config, spec.models))
-    inputs = RunInputs(plan, data, find_resume_point(plan))
-    wait_for_endpoints(config)
+    inputs = RunInputs(spec, command)
+    stop_at_first(refusals(input_checks(command, spec.config), inputs))
     return inputs
-
-
-def read_data_and_models(spec: RunSpec, files: RunFiles) -> tuple[TrainingData, RunPlan]:
-    """Reads and checks the data and the models' files of a training run, which `doctor` needs, too.
-
-    Raises:
-        ValueError: the data or a model is wrong, or the engine cannot sample on this machine.
-    """
-    data = read_training_data(spec, files)
-    if data.recorded is None:
-        ENGINES[spec.config.rollout.engine].check_device(spec.config.rollout, files.student.spec)
-    plan = make_plan(spec, files)
-    if data.recorded is None:
-        check_bridge_tokenizers(plan.objective, files)
-    return data, plan
 
 
 def find_resume_point(plan: RunPlan, damaged: Mapping[int, str] | None = None) -> ResumePoint:
@@ -116,12 +132,11 @@ def find_resume_point(plan: RunPlan, damaged: Mapping[int, str] | None = None) -
             these settings, or settings that change the result differ without permission.
     """
     config, root, known = plan.run.config, checkpoints_of(plan.run.config), dict(damaged or {})
-    seen = newest_steps(root)
     while True:
         step, notes = find_checkpoint(root, known)
         damage = None if step is None else _check(plan, root, step)
         if step is None or damage is None:
-            return ResumePoint(step, tuple(notes), tuple(check_resume(config, step)), seen)
+            return ResumePoint(step, tuple(notes), tuple(check_resume(config, step)))
         known[step] = damage
 
 
@@ -152,15 +167,12 @@ def _check(plan: RunPlan, root: Path, step: int) -> str | None:
 def agree_on_resume(inputs: RunInputs) -> ResumePoint:
     """Returns the first rank's resume point, after a comparison of its files with their digests, on every rank.
 
-    The first rank holds the lock of the directory by now. It looks again only if another run has written a checkpoint
-    in between. Every rank reads its share of the checkpoint's files.
+    Every rank reads its share of the checkpoint's files. Those that show damage are left out.
 
     Raises:
         ValueError: as `find_resume_point`.
     """
     point, root, damaged = inputs.resume, checkpoints_of(inputs.config), dict[int, str]()
-    if is_first_rank() and newest_steps(root) != point.seen:
-        point = find_resume_point(inputs.plan)
     while True:
         point = first_ranks(point)
         if point.step is None:

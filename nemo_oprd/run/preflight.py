@@ -4,7 +4,7 @@
     RunSpec, SamplingSpec    models, layers, layouts, from config.json (resolve.py)   LAYOUT_CHECKS, run_checks
 
 `preflight` stops at the first check that fails; `doctor` asks `refused_start` for all of a stage. The next stage,
-`RunInputs`, is in `inputs.py`.
+`RunInputs`, is in `inputs.py`, with its `input_checks`.
 """
 
 from __future__ import annotations
@@ -197,11 +197,8 @@ def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
     if launches:
         yield Check("teacher-servers", lambda run: checks.check_teacher_servers(run.config))
     evaluation = request.config.evaluation
-    if request.command in _TRAIN and evaluation.teacher and request.config.rollout.replay is None:
-        yield Check(
-            "teacher-not-sampled",
-            lambda run: checks.check_same_architecture(run.models.student.spec, run.models.teachers[0].spec),
-        )
+    if request.command == "train" and evaluation.teacher and request.config.rollout.replay is None:
+        yield TEACHER_SAMPLED
     yield Check("dispatcher", _check_dispatchers)
     if request.command == "fit-bridge":
         yield Check(
@@ -210,6 +207,14 @@ def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
         )
     yield Check("file-missing", lambda run: check_files(run.config, request.command, request.origin))
     yield Check("gpus-missing", lambda run: check_promise())
+    command = "train" if request.command == "doctor" else request.command
+    yield Check("output", lambda run: checks.check_output_directory(run.config, command))
+
+
+TEACHER_SAMPLED = Check[RunSpec](
+    "teacher-not-sampled",
+    lambda run: checks.check_same_architecture(run.models.student.spec, run.models.teachers[0].spec),
+)
 
 
 def _check_dispatchers(run: RunSpec) -> None:
@@ -272,3 +277,4 @@ def sampling_checks(request: StartRequest) -> Iterator[Check[SamplingSpec]]:
         yield Check("engine", lambda sampling: checks.check_engine(sampling.config, sampling.student.spec))
     yield Check("file-missing", lambda sampling: check_files(sampling.config, request.command, request.origin))
     yield Check("gpus-missing", lambda sampling: check_promise())
+    yield Check("output", lambda sampling: checks.check_output_directory(sampling.config, request.command))

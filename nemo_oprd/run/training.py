@@ -167,12 +167,10 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     Raises:
         ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
-    inputs = read_inputs(spec)
-    config = inputs.config
-    lock = RunLock(Path(config.output)) if is_first_rank() else None
+    lock = RunLock(Path(spec.config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
     try:
-        signals = Signals()
+        inputs, signals = read_inputs(spec), Signals()
         engine = _make_engine(inputs)  # before the models, because an engine may start meanwhile
         run = _build(inputs, engine, signals)
     except BaseException:
@@ -181,7 +179,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
         if lock is not None:
             lock.undo()
         raise
-    write_library_log(Path(config.output))
+    write_library_log(Path(spec.config.output))
     try:
         with signals, _background_writers(run):
             try:

@@ -23,9 +23,8 @@ from nemo_oprd.distillation.reference import agreement, reference
 from nemo_oprd.distillation.step import StepResult
 from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.distillation.trained_projectors import bridge_gradients
-from nemo_oprd.run.checks import check_output_directory
-from nemo_oprd.run.data import recorded_rollouts
-from nemo_oprd.run.models import build_distiller, make_plan
+from nemo_oprd.run.inputs import read_inputs
+from nemo_oprd.run.models import build_distiller
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.runtime.output_directories import mark
@@ -43,11 +42,10 @@ def verify(spec: RunSpec, accumulate: Accumulate, *, against_reference: bool = F
     Raises:
         ValueError: the configuration, a model or the rollouts are wrong, or `config.output` holds other files.
     """
-    config = spec.config
-    check_output_directory(config, "verify")
-    rollouts = recorded_rollouts(config, spec.models)
+    inputs = read_inputs(spec, "verify")
+    rollouts = inputs.data.recorded
     assert rollouts is not None
-    with closing(build_distiller(make_plan(spec))) as distiller:
+    with closing(build_distiller(inputs.plan)) as distiller:
         _verify(spec.config, distiller, rollouts, accumulate, against_reference=against_reference)
     dist.barrier()
 

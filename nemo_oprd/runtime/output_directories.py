@@ -24,7 +24,7 @@ from nemo_oprd.runtime.disk import check_place
 from nemo_oprd.runtime.files import kind_of, write_atomically
 
 # {"command": NAME}; hidden, as it is no result
-MARKER = ".nemo_oprd.json"
+MARKER = ".made_by"
 
 
 @dataclass(frozen=True)

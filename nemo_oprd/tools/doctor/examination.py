@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch.distributed as dist
 
@@ -32,9 +32,9 @@ from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, 
 from nemo_oprd.rollout.schedule import training_sampling
 from nemo_oprd.rollout.teacher_inputs import add_teacher_inputs
 from nemo_oprd.run.canary import Proof, prove_models
-from nemo_oprd.run.checks import check_engine, check_same_architecture, check_teacher_servers, wait_for_endpoints
+from nemo_oprd.run.checks import check_teacher_servers, refusals
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
-from nemo_oprd.run.inputs import read_data_and_models
+from nemo_oprd.run.inputs import RunInputs, input_checks
 from nemo_oprd.run.likely_mistakes import prompts_alike
 from nemo_oprd.run.models import ModelFiles, RunFiles, build_distiller
 from nemo_oprd.run.prompt_files import training_prompts, validation_problems
@@ -214,7 +214,8 @@ class Examination:
     def __init__(self, run: Config, spec: RunSpec, settings: Settings, report: Report) -> None:
         self.run, self.settings, self.report = run, settings, report
         self.spec, self.config, self.routing = spec, spec.config, spec.models.routing
-        self.files = RunFiles(self.config, spec.models)
+        self.inputs = RunInputs(spec, "doctor")
+        self.files = self.inputs.files
         self.labels = [source.label if run.teachers else None for source in self.config.teacher_sources]
         self.reads = teacher_reads(run)
 
@@ -224,19 +225,14 @@ class Examination:
             self.report.add(static_findings(self.run, self.files))
 
     def prepare(self) -> bool:
-        """Makes the run's plan and joins the process group; returns False if `train` would refuse the configuration."""
-        try:
-            check_engine(self.config, self.files.student.spec)
-            data, self.plan = read_data_and_models(self.spec, self.files)
-            self.prompts, self.inputs = data.prompts, data.teacher_inputs
-            if self.run.evaluation.teacher and self.run.rollout.replay is None:
-                check_same_architecture(self.files.student.spec, self.files.teachers[0].spec)
-            wait_for_endpoints(self.config)
-        except ValueError as error:
-            text = f"`train` refuses this run, so nothing can be sampled: {error}"
-            verdict: Verdict = "skipped" if self.report.is_wrong else "wrong"
-            code = None if verdict == "skipped" else "train-refuses"
-            self.report.add(Finding("start", verdict, text, code=code))
+        """Makes `train`'s checks of its inputs, and joins the process group; returns False if one of them fails."""
+        found_before, refused = self.report.is_wrong, False
+        for refusal in refusals(input_checks("doctor", self.config), self.inputs):
+            refused, verdict = True, cast(Verdict, "skipped" if found_before else "wrong")
+            text = f"`train` refuses this run, so nothing can be sampled: {refusal.error}"
+            code = None if found_before else "train-refuses"
+            self.report.add(Finding("start", verdict, text, {"check": refusal.code}, code=code))
+        if refused:
             return False
         init_distributed()
         return True
@@ -293,8 +289,8 @@ class Examination:
 
     def _requests(self) -> list[Request]:
         """Returns the first training prompts in the order of the run, up to the same number for each teacher."""
-        prompts = self.prompts.requests
-        order = self.prompts.order.indices(self.config.seed, 0, len(prompts))
+        prompts = self.inputs.data.prompts.requests
+        order = self.inputs.data.prompts.order.indices(self.config.seed, 0, len(prompts))
         taught_by = self.routing.teachers_of([prompts[i].data_source for i in order])
         each = -(-self.settings.prompts // len(self.labels))
         chosen: list[Request] = []
@@ -365,7 +361,7 @@ class Examination:
         """Runs the checks that need forward passes, teacher by teacher."""
         try:
             check_teacher_servers(self.config)
-            distiller = build_distiller(self.plan)
+            distiller = build_distiller(self.inputs.plan)
         except ServerRefused as error:
             self.report.add(Finding("hidden states", "wrong", f"{error}; fix: docs/canary.md", code="states-differ"))
             return
@@ -377,11 +373,11 @@ class Examination:
             self._check_built(distiller)
 
     def _check_built(self, distiller: Distiller) -> None:
-        self.report.add(map(_of_proof, prove_models(self.plan, distiller)))
+        self.report.add(map(_of_proof, prove_models(self.inputs.plan, distiller)))
         self.report.add(model_checks.positions(self.greedy, distiller.student, self.config, self.files.sampled_ids))
         taught_by = distiller.taught_by(self.rollouts)
         try:
-            rollouts = add_teacher_inputs(self.inputs, taught_by, self.rollouts, self.requests)
+            rollouts = add_teacher_inputs(self.inputs.data.teacher_inputs, taught_by, self.rollouts, self.requests)
         except ValueError as error:
             text = f"`train` would end at its first step: {error}"
             self.report.add(Finding("start", "wrong", text, code="train-refuses"))

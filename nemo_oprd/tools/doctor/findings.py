@@ -238,11 +238,12 @@ def for_diagnosis(config: Config, settings: Settings) -> Config:
         correction="off",
     )
     limit = min(evaluation_limit(config), settings.max_new_tokens)
+    evaluates_teacher = config.evaluation.teacher and config.rollout.replay is None
     watch = 0 if config.teacher.reads == "text" else 1
     return replace(
         config,
         rollout=rollout,
-        evaluation=replace(config.evaluation, max_new_tokens=limit, teacher=False),
+        evaluation=replace(config.evaluation, max_new_tokens=limit, teacher=evaluates_teacher),
         logging=replace(config.logging, output_metrics_every=watch),
     )
 

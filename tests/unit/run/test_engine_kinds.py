@@ -61,23 +61,28 @@ def test_groups(engine: EngineName, settings: dict, ranks: int, groups: Groups) 
     ids=["colocated", "dedicated", "no lag"],
 )
 def test_servers_on_the_students_gpus_refuse_a_lag_before_models_are_loaded(
-    monkeypatch: pytest.MonkeyPatch, more: list[str], refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], refused: bool
 ) -> None:
     """In one line; a run comes to its plan, and so to its models, only with GPUs for the servers."""
-    settings = ["student.hf_path=a", "teacher.hf_path=b", "output=c", "rollout.replay=null", "rollout.engine=vllm"]
+    settings = [
+        "student.hf_path=a",
+        "teacher.hf_path=b",
+        f"output={tmp_path / 'run'}",
+        "rollout.replay=null",
+        "rollout.engine=vllm",
+    ]
     config = load_config("verify", [*settings, "rollout.max_lag=1", *more])
 
     class Planned(Exception):  # noqa: N818 - not an error
         """The first thing after the check."""
 
-    def plan(*_: Any) -> None:
+    def plan(*_: Any, **__: Any) -> None:
         raise Planned
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inputs, "check_output_directory", lambda *_: None)
     files = SimpleNamespace(student=SimpleNamespace(spec=None))
     monkeypatch.setattr(inputs, "RunFiles", lambda *_: files)
-    monkeypatch.setattr(inputs, "read_training_data", lambda *_: SimpleNamespace(recorded=None))
+    monkeypatch.setattr(inputs, "read_training_data", lambda *_, **__: SimpleNamespace(recorded=None))
     monkeypatch.setattr(inputs, "make_plan", plan)
     spec: Any = SimpleNamespace(config=config, models=None)
     with pytest.raises(ValueError if refused else Planned) as found, training.start_training(spec):
@@ -85,3 +90,4 @@ def test_servers_on_the_students_gpus_refuse_a_lag_before_models_are_loaded(
     said = str(found.value)
     begin = "rollout.max_lag=1 with rollout.vllm.placement=colocated: "
     assert not refused or (said.startswith(begin) and "\n" not in said)
+    assert not (tmp_path / "run").exists(), "a start that is refused leaves no directory"

@@ -17,6 +17,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models.checkpoint_directory import check_torch_dist
 from nemo_oprd.run.checks import LAYOUT_CHECKS
+from nemo_oprd.run.inputs import input_checks
 from nemo_oprd.run.preflight import (
     StartRequest,
     config_checks,
@@ -245,7 +246,8 @@ def test_codes_of_the_start() -> None:
     page = (GOLDEN.parents[1] / "docs" / "doctor.md").read_text()
     for command in ("train", "verify", "fit-bridge", "doctor", "plan", "evaluate"):
         request = StartRequest(load_config("verify", [*PAIR, "evaluation.teacher=true"]), 1, command)  # type: ignore
-        codes = [each.code for table in (config_checks(request), LAYOUT_CHECKS, run_checks(request)) for each in table]
+        tables = config_checks(request), LAYOUT_CHECKS, run_checks(request), input_checks(command, request.config)  # type: ignore
+        codes = [each.code for table in tables for each in table]
         assert len(codes) == len(set(codes))
         assert command != "doctor" or [code for code in codes if f"`{code}`" not in page] == []
 
