@@ -40,7 +40,7 @@ from benchmarks.server_killer import (
     ServerKiller,
     Strike,
 )
-from nemo_oprd.vllm.guard import group_members
+from nemo_oprd.vllm.worker.nemo_oprd_guard import group_members
 from tests.support.forked_run import OF_THE_MACHINE, ForkedRun, differences, import_everything, metrics, toy_overrides
 
 PER_RUN = 5

@@ -28,9 +28,7 @@ from nemo_oprd.megatron.weights.dequantize import StoredTensors
 from nemo_oprd.models import has_other_name, read_hf_config, transformers_config
 from nemo_oprd.models.complete_config import LEFT_OUT, names_in_language_model
 from nemo_oprd.models.quantization import Quantization, forget_quantization, known_quantization
-
-_LISTS = ("layers", "h", "blocks")  # what transformers calls its lists of decoder layers
-_OTHER_TOWERS = ("vision", "visual", "audio")
+from nemo_oprd.vllm.worker.nemo_oprd_layers import find_layers
 
 
 def layered_states(directory: Path, prompts: list[list[int]], dtype: str, *, head: bool = False) -> ReferenceStates:
@@ -196,7 +194,7 @@ def _without_layers(cls: Any, quantization: Quantization | None, *, renamed: boo
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
     def load_pretrained(model: Any, state_dict: Any, checkpoint_files: list[str], load_config: Any) -> tuple[Any, None]:
-        path = _list_of_layers(model)
+        path = find_layers(model, model.config.get_text_config().num_hidden_layers)
         files = _files(checkpoint_files, renamed=renamed)
         stored = StoredTensors(files, quantization, "the model's files")
         rest, of_layer = _divided(stored.names, model, load_config.weight_mapping or [], path)
@@ -263,23 +261,6 @@ def _divided(
         else:
             rest.append(name)
     return rest, of_layer
-
-
-def _list_of_layers(model: Any) -> str:
-    """Finds the path of the one list of decoder layers."""
-    depth = model.config.get_text_config().num_hidden_layers
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList)
-        and len(module) == depth
-        and name.rpartition(".")[2] in _LISTS
-        and not any(tower in name for tower in _OTHER_TOWERS)
-    ]
-    if len(found) != 1:
-        lists = ", ".join(found) or "none"
-        raise ValueError(f"lists of {depth} decoder layers: {lists}; expected exactly one")
-    return str(found[0])
 
 
 # The process that computes transformers' states: `python -m nemo_oprd.canary.layer_by_layer FOLDER`.

@@ -14,7 +14,8 @@ from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.resolve import resolve_model, resolve_served, servers_ids
 from nemo_oprd.runtime.gpus import check_promise
-from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, server_arguments
+from nemo_oprd.runtime.signals import JOB_SIGNALS
+from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, student_arguments
 from nemo_oprd.vllm.server import server_command, server_environment
 from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE, read_tokens
 
@@ -77,7 +78,7 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
     if devices is None:
         check_head_size(spec)
     cuda, sampled = devices is not None, servers_ids(config, student)
-    arguments = server_arguments(config, spec, student.directory, sampled, cuda=cuda)
+    arguments = student_arguments(config, spec, student.directory, sampled, cuda=cuda)
     token_file = _token_file(options.token_file)
     command = server_command(python, arguments, [*listen, "--middleware", "nemo_oprd_middleware.Middleware"])
     os.umask(0o077)  # only this user may access the socket and the files that vLLM writes
@@ -86,8 +87,7 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
 
 def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str]) -> int:
     """Runs the server under a guard, which ends it and removes its folder in shared memory when this process ends."""
-    from nemo_oprd.vllm.teacher_launch import KEY, VARIABLES
-    from nemo_oprd.vllm.teacher_launch import server_arguments as teacher_arguments
+    from nemo_oprd.vllm.teacher_launch import KEY, VARIABLES, teacher_arguments
 
     python = find_python(config.teacher.vllm, KEY)
     if options.teacher not in config.served_teachers:
@@ -98,11 +98,11 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
         )
     teacher = resolve_served(config, options.teacher)
     devices = _devices(config.teacher.vllm.tensor)
-    from nemo_oprd.vllm import guard
     from nemo_oprd.vllm.launch import DTYPES
     from nemo_oprd.vllm.teacher_canary import Canary
     from nemo_oprd.vllm.teacher_servers import longest_sequence
     from nemo_oprd.vllm.transport import SharedFolder
+    from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
     from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
     from nemo_oprd.vllm.worker.nemo_oprd_requests import GENERATION
 
@@ -123,7 +123,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
         }
         process = guard.start(command, folder.path, env=environment)
         assert process.stdin is not None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in JOB_SIGNALS:
             signal.signal(number, lambda *_: process.stdin and process.stdin.close())
         process.wait()
         was_asked = process.stdin.closed

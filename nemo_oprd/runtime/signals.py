@@ -23,8 +23,10 @@ STOPPED_EXIT_CODE = 75
 # the signals that a scheduler or a user sends to all processes of a job
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+# those that ask a run to stop
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 _entered: Signals | None = None
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -58,7 +60,7 @@ class Signals:
 
         _entered = self
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
         if dist.is_initialized():
             dist.barrier()
         return self

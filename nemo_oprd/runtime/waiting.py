@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from nemo_oprd.runtime import launcher
 from nemo_oprd.runtime.messages import ANY_RANK
-from nemo_oprd.runtime.signals import Stopped
+from nemo_oprd.runtime.signals import STOP_SIGNALS, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _asked_to_stop() -> Iterator[list[str]]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in {*STOP_SIGNALS} - {signal.SIGINT}:  # a further Ctrl-C ends the process at once
             if signal.getsignal(number) is signal.SIG_DFL:
                 before[number] = signal.signal(number, note)
     try:

@@ -43,7 +43,7 @@ from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.fleet import Fleet, machines_and_devices
-from nemo_oprd.vllm.launch import check_description, find_python, server_arguments
+from nemo_oprd.vllm.launch import check_description, find_python, student_arguments
 from nemo_oprd.vllm.placement import ServerPlacement, place_servers
 from nemo_oprd.vllm.rounds import Rounds, VllmGenerationHandle
 from nemo_oprd.vllm.sampler import Sampler, Task
@@ -79,10 +79,12 @@ class VllmEngine(Generates):
         self._has_stream = dist.get_rank() in students
         self._places = place_servers(self._settings, *machines_and_devices(cuda), students)
         self._any_sleeps = any(place.sleeps for place in self._places)
-        self._mine = Fleet(self._settings.start_timeout)
-        self._sampler: Sampler | None = None
+        own = [place for place in self._places if place.controller == dist.get_rank()]
+        client = Client() if own else None
+        self._mine = Fleet(self._settings.start_timeout, client)
+        self._sampler = None if client is None else Sampler(client)
         try:
-            self._start([place for place in self._places if place.controller == dist.get_rank()], directory, cuda)
+            self._start(own, directory, cuda)
             names = set(hf_names(spec))
             calls = UpdateCalls(self._mine, self._places, len(names), self._describe, self._settings.request_timeout)
             places, mine, share = self._places, self._mine, self._settings.memory_share
@@ -101,13 +103,9 @@ class VllmEngine(Generates):
 
     def _start(self, places: list[ServerPlacement], directory: Path, cuda: bool) -> None:
         """Adds the servers at this rank's `places`, and starts those of this run, without waiting for them."""
-        flags = server_arguments(self._config, self._spec, directory, self._known_ids, cuda=cuda)
-        if places:
-            self._mine.client = Client()
-            self._sampler = Sampler(self._mine.client)
-            folder = self._mine.open_folder()
-            for place in places:
-                self._mine.add(_server_at(place, self._config, flags, folder))
+        flags = student_arguments(self._config, self._spec, directory, self._known_ids, cuda=cuda)
+        for place in places:
+            self._mine.add(_server_at(place, self._config, flags, self._mine.open_folder()))
 
     def _describe(self, found: dict[str, Any], server: str) -> None:
         check_description(found, server, self._config, self._spec, self._known_ids)

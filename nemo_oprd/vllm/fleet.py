@@ -77,14 +77,14 @@ class Fleet:
 
     Attributes:
         start_timeout: seconds until a server answers after its start.
-        client: makes all calls to servers; a rank that calls other ranks' servers has one, too.
+        client: makes all calls to servers; None on a rank that calls none. One that calls other ranks' servers has one.
         folder: of this rank in shared memory.
         deaths: of the servers of all ranks.
     """
 
     start_timeout: float
-    servers: dict[int, Server] = field(default_factory=dict)
     client: Client | None = None
+    servers: dict[int, Server] = field(default_factory=dict)
     folder: SharedFolder | None = None
     deaths: int = 0
 

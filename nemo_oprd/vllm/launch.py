@@ -72,7 +72,30 @@ def check_head_size(spec: ModelSpec) -> None:
         )
 
 
-def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: TokenIds, *, cuda: bool) -> list[str]:
+def common_arguments(
+    config: Config, directory: Path, role: str, *, longest: int, sequences: int, tensor: int, memory: float | None
+) -> list[str]:
+    """Returns the arguments of every server, of samples or of a teacher's states, without its address.
+
+    Args:
+        role: the served model's name.
+        longest: the most tokens of a sequence.
+        sequences: the most sequences at a time.
+        tensor: tensor-parallel GPUs.
+        memory: the fraction of a GPU's memory; None: without CUDA.
+    """
+    return [
+        *("--model", str(directory), "--served-model-name", role, "--skip-tokenizer-init", "--tokens-only"),
+        # no sampling parameters of a generation_config.json
+        *("--generation-config", "vllm", "--dtype", DTYPES[config.precision]),
+        *("--max-model-len", str(longest), "--max-num-seqs", str(sequences)),
+        *("--tensor-parallel-size", str(tensor), "--seed", str(config.seed), "--disable-uvicorn-access-log"),
+        *(["--gpu-memory-utilization", str(memory)] if memory is not None else []),
+        *(["--distributed-executor-backend", "mp"] if tensor > 1 else []),
+    ]
+
+
+def student_arguments(config: Config, spec: ModelSpec, directory: Path, known: TokenIds, *, cuda: bool) -> list[str]:
     """Returns a server's arguments, without its address. Responses have seeds of their own, besides the server's.
 
     Args:
@@ -81,32 +104,30 @@ def server_arguments(config: Config, spec: ModelSpec, directory: Path, known: To
     """
     rollout = config.rollout
     arguments = [
-        *("--model", str(directory), "--served-model-name", "student"),
+        *common_arguments(
+            config,
+            directory,
+            "student",
+            longest=spec.max_positions,
+            sequences=rollout.max_batch,
+            tensor=rollout.vllm.tensor,
+            memory=rollout.vllm.memory_share if cuda else None,
+        ),
         # no weights of a file: samples before the first update are noise, and cannot pass for the student's
-        *("--load-format", "dummy", "--skip-tokenizer-init", "--tokens-only"),
-        # no sampling parameters of a generation_config.json
-        *("--generation-config", "vllm"),
-        *("--dtype", DTYPES[config.precision]),
-        *("--max-model-len", str(spec.max_positions), "--max-num-seqs", str(rollout.max_batch)),
-        *("--tensor-parallel-size", str(rollout.vllm.tensor), "--seed", str(config.seed)),
-        *("--logprobs-mode", "processed_logprobs"),
+        *("--load-format", "dummy", "--logprobs-mode", "processed_logprobs"),
         *("--worker-extension-cls", "nemo_oprd_worker.WorkerExtension"),
         *("--logits-processors", "nemo_oprd_worker:VocabularyMask"),
         *("--additional-config", json.dumps({"nemo_oprd_known_ids": known.limit, "nemo_oprd_gaps": known.gaps})),
         *("--weight-transfer-config", json.dumps({"backend": "nemo_oprd"})),
         *("--middleware", "nemo_oprd_answers.PackedAnswers"),
-        "--disable-uvicorn-access-log",
     ]
     if cuda:
-        arguments += ["--gpu-memory-utilization", str(rollout.vllm.memory_share)]
         arguments += ["--enable-sleep-mode"] if rollout.vllm.placement == "colocated" else []
     else:
         arguments += ["--enforce-eager"]
         # on a CPU, a response with a seed of its own ends the engine if its prompt is computed in parts
         most = max(spec.max_positions, CPU_BATCHED_TOKENS)
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(most)]
-    if rollout.vllm.tensor > 1:
-        arguments += ["--distributed-executor-backend", "mp"]
     overrides = _config_overrides(directory)
     if overrides:
         names = [re.split(r"[=.+]", str(flag), maxsplit=1)[0].replace("_", "-") for flag in rollout.vllm.flags]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_oprd.runtime.messages import ON_STDOUT
-from nemo_oprd.vllm import guard
+from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
 from nemo_oprd.vllm.worker.nemo_oprd_requests import GENERATION
 
@@ -117,7 +117,7 @@ class LocalServer(Server):
 
     Attributes:
         python: interpreter of vLLM's environment.
-        flags: see `server_arguments`.
+        flags: see `common_arguments`.
         devices: CUDA devices that it sees; None: without CUDA.
         log: the file to which it appends its output.
         variables: of its environment, besides those of all servers.
@@ -228,7 +228,7 @@ def last_words(log: Path) -> str:
 
 
 def server_command(python: Path, flags: list[str], listen: list[str]) -> list[str]:
-    """Returns a server's command. `flags`: see `server_arguments`; `listen`: its address and further middleware."""
+    """Returns a server's command. `flags`: see `common_arguments`; `listen`: its address and further middleware."""
     return [str(python), str(WORKER_FOLDER / "nemo_oprd_serve.py"), *flags, *listen]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models import ModelSpec
-from nemo_oprd.vllm.launch import DTYPES
+from nemo_oprd.vllm.launch import DTYPES, common_arguments
 
 KEY = "teacher.vllm"
 # sequences that a server computes at a time; vLLM queues further requests
@@ -18,7 +18,7 @@ BATCHED_TOKENS = 2048
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 
-def server_arguments(config: Config, directory: Path, longest: int, *, cuda: bool) -> list[str]:
+def teacher_arguments(config: Config, directory: Path, longest: int, *, cuda: bool) -> list[str]:
     """Returns the arguments of a server, without its address.
 
     Args:
@@ -26,23 +26,22 @@ def server_arguments(config: Config, directory: Path, longest: int, *, cuda: boo
         longest: the most tokens of a sequence.
     """
     settings = config.teacher.vllm
-    arguments = [
-        *("--model", str(directory), "--served-model-name", "teacher", "--load-format", "auto"),
-        *("--skip-tokenizer-init", "--tokens-only", "--generation-config", "vllm"),
-        *("--dtype", DTYPES[config.precision]),
-        *("--max-model-len", str(longest + 1), "--max-num-seqs", str(MAX_SEQUENCES)),
-        *("--max-num-batched-tokens", str(BATCHED_TOKENS)),
-        *("--tensor-parallel-size", str(settings.tensor), "--seed", str(config.seed)),
+    return [
+        *common_arguments(
+            config,
+            directory,
+            "teacher",
+            longest=longest + 1,
+            sequences=MAX_SEQUENCES,
+            tensor=settings.tensor,
+            memory=config.teacher_server_share if cuda else None,
+        ),
+        *("--load-format", "auto", "--max-num-batched-tokens", str(BATCHED_TOKENS)),
         # a compiled model calls no hooks, and vLLM does not compute a cached prefix
         *("--enforce-eager", "--no-enable-prefix-caching"),
         *("--worker-extension-cls", "nemo_oprd_teacher.TeacherExtension"),
-        "--disable-uvicorn-access-log",
+        *map(str, settings.flags),
     ]
-    if cuda:
-        arguments += ["--gpu-memory-utilization", str(config.teacher_server_share)]
-    if settings.tensor > 1:
-        arguments += ["--distributed-executor-backend", "mp"]
-    return [*arguments, *map(str, settings.flags)]
 
 
 def check_description(

@@ -43,7 +43,7 @@ from nemo_oprd.vllm.teacher_launch import (
     MAX_SEQUENCES,
     VARIABLES,
     check_description,
-    server_arguments,
+    teacher_arguments,
 )
 from nemo_oprd.vllm.teacher_requests import Answer, Request, Shards, sequence_requests
 from nemo_oprd.vllm.teacher_round import Prefetcher, Round, host_room, server_room, shared_endpoint
@@ -234,7 +234,7 @@ def _local_server(
         key=KEY,
         role="the teacher's vLLM server",
         python=find_python(settings, KEY),
-        flags=server_arguments(config, directory, longest, cuda=device().type == "cuda"),
+        flags=teacher_arguments(config, directory, longest, cuda=device().type == "cuda"),
         devices=where.devices,
         log=Path(config.output) / "vllm" / f"teacher_{number}_server_{where.number}.log",
         directory=folder,
@@ -275,7 +275,7 @@ class TeacherServers:
         self._rank = torch.distributed.get_rank()
         self._mine = [each for each in places if self._rank in each.readers]
         self._servers: dict[int, Server] = {}  # those that this rank uses
-        self._fleet = Fleet(self._settings.start_timeout)
+        self._fleet = Fleet(self._settings.start_timeout, Client() if self._mine else None)
         self._answers: AnswerFolder | None = None  # of this machine's servers; None: they are endpoints
         self._are_elsewhere = bool(endpoints)
         self._known = ServerRegistry()
@@ -284,10 +284,9 @@ class TeacherServers:
         if not self._mine:
             return
         try:
-            client = self._fleet.client = Client()
             if self._settings.ahead_gib:
                 about = canary.spec.hidden_size, canary.dtype, len(self._mine[0].readers)
-                self.prefetcher = Prefetcher(client, self._settings, *about, self._slots)
+                self.prefetcher = Prefetcher(self._client, self._settings, *about, self._slots)
             for each in self._mine:
                 if each.url is None and each.controller != self._rank:
                     continue  # another rank starts it, and tells this one

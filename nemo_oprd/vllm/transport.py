@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.megatron.parallel import everyones
-from nemo_oprd.vllm import guard
 from nemo_oprd.vllm.placement import ServerPlacement
+from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
 
 BUCKET_BYTES = 256 << 20

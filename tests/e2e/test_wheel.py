@@ -18,7 +18,7 @@ GOLDEN = ROOT / "tests" / "golden"
 # what is not imported, but read or started as a program by its path
 PROGRAMS = {
     "nemo_oprd/evaluation/grading/math_verify_child.py",  # grades answers, in a process that may be killed
-    "nemo_oprd/vllm/guard.py",  # ends servers when a run dies
+    "nemo_oprd/vllm/worker/nemo_oprd_guard.py",  # ends servers when a run dies
     "nemo_oprd/vllm/worker/nemo_oprd_buckets.py",  # these run in vLLM's environment
     "nemo_oprd/vllm/worker/nemo_oprd_middleware.py",
     "nemo_oprd/vllm/worker/nemo_oprd_files.py",

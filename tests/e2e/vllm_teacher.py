@@ -22,11 +22,11 @@ from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.vllm import guard
 from nemo_oprd.vllm.server import LocalServer
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_requests import Answer, Request
 from nemo_oprd.vllm.teacher_servers import TeacherServers
+from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, StateRequest
 

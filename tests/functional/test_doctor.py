@@ -18,7 +18,7 @@ from tiny_models import edit_config, edit_tensors
 from vllm_engine_cases import lines, make_bench, requests
 
 from nemo_oprd.tools.doctor.findings import Finding
-from nemo_oprd.vllm.guard import group_members
+from nemo_oprd.vllm.worker.nemo_oprd_guard import group_members
 from tests.support import known_sums as doctor_models
 
 CHECKS = [

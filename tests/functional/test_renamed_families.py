@@ -28,7 +28,7 @@ from nemo_oprd.evaluation.agreement import load_model
 from nemo_oprd.models import read_hf_config, read_model_spec, transformers_config
 from nemo_oprd.models.complete_config import names_in_language_model
 from nemo_oprd.rollout.replay import write_rollouts
-from nemo_oprd.vllm.launch import server_arguments
+from nemo_oprd.vllm.launch import student_arguments
 
 CODE = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
 
@@ -193,7 +193,7 @@ def test_servers_of_such_a_student_are_refused(models: Path, tmp_path: Path) -> 
     config = load_config("verify", settings(models, "mimo", tmp_path))
     directory = models / "mimo-student"
     with pytest.raises(ValueError, match="expected rollout.engine=megatron, or the model under its known name: conv"):
-        server_arguments(config, read_model_spec(directory), directory, TokenIds(8), cuda=False)
+        student_arguments(config, read_model_spec(directory), directory, TokenIds(8), cuda=False)
 
 
 @pytest.mark.parametrize("whole", [False, True])

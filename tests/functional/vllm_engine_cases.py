@@ -96,9 +96,9 @@ def flags_of(root: Path) -> list[str]:
     from nemo_oprd.config.loading import load_config
     from nemo_oprd.data.token_ids import TokenIds
     from nemo_oprd.models import read_model_spec
-    from nemo_oprd.vllm.launch import server_arguments
+    from nemo_oprd.vllm.launch import student_arguments
 
-    return server_arguments(
+    return student_arguments(
         load_config("verify", settings_of(root)), read_model_spec(root), root, TokenIds(300), cuda=False
     )
 
@@ -188,7 +188,8 @@ def engine(
     from nemo_oprd.megatron.parallel import init_distributed
     from nemo_oprd.models import read_model_spec
     from nemo_oprd.run.engine_kinds import make_engine
-    from nemo_oprd.vllm import client, guard, rounds, transport, weight_group
+    from nemo_oprd.vllm import client, rounds, transport, weight_group
+    from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 
     init_distributed()
     config, ranks = (

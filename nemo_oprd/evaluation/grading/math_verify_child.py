@@ -11,16 +11,15 @@ import logging
 import signal
 import sys
 
-JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
 
 def serve(time_limit_s: int, memory_limit_bytes: int) -> None:
     """Runs the child's loop. A pair that takes longer than the limit ends the process with SIGALRM."""
     import resource
 
-    for number in JOB_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the parent handles a scheduler's signals to the job
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # the signals to a job, blocked by the parent
+    for number in blocked:
+        signal.signal(number, signal.SIG_IGN)  # the parent handles them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     # if the parent was killed while this process worked on a pair, its verdict ends the process without a traceback
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from math_verify import LatexExtractionConfig, parse, verify

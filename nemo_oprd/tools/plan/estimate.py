@@ -14,6 +14,9 @@ from nemo_oprd.run.positions import TooFewPositions, known_prompt, too_few_posit
 from nemo_oprd.run.resolve import RunModels, RunSpec
 from nemo_oprd.tools.plan.gpus import ASSUMED, Cluster, Gpu, in_bytes
 from nemo_oprd.tools.plan.memory import (
+    ROLLOUT_COPY,
+    TEACHER_HEAD,
+    TEACHER_WEIGHTS,
     Memory,
     buffers,
     captured_bytes,
@@ -296,7 +299,7 @@ def _without_sampling(
         captured = captured_bytes(work, student, teacher, at, work.own_teachers, exact=exact)
         forward = teacher_forward(work, teacher) if responses_of_wave(work, student, teacher, at.data) else 0.0
         phases["teacher"] = {"forward pass": forward, "captured rows": captured}
-        (phases["teacher"] if config.teacher.offload else always)["teacher weights"] = weights
+        (phases["teacher"] if config.teacher.offload else always)[TEACHER_WEIGHTS] = weights
     if learns is not None and work.served_teachers:
         readers = reader_layout(student)
         own = captured_bytes(work, student, readers, readers.coordinates(rank), work.served_teachers)
@@ -305,10 +308,10 @@ def _without_sampling(
         always["teachers' servers"] = colocated_share(config) * cluster.gpu.memory
     if learns is not None:
         always |= student_state(work, student, learns)
-        always["teacher's head"] = teacher_heads(work, student, learns)
+        always[TEACHER_HEAD] = teacher_heads(work, student, learns)
         always |= buffers(work, student, learns, layers=layers)
         if ENGINES[config.rollout.engine].in_process and config.rollout.replay is None:
-            always["rollout copy"] = rollout_copy(work)
+            always[ROLLOUT_COPY] = rollout_copy(work)
         targets = target_bytes(work, student, learns, place)
     if layers == "transformer_engine":
         always |= engine_buffers(work, student, trains=learns is not None, teaches=rank in teacher.ranks)

@@ -21,6 +21,10 @@ from nemo_oprd.tools.plan.parameters import (
 )
 from nemo_oprd.tools.plan.workload import TeacherWork, Workload
 
+# names of the parts that stay in memory between phases, which `rehearse` compares, too
+WEIGHTS, GRADIENTS, OPTIMIZER, ROLLOUT_COPY = "weights", "gradients", "optimizer", "rollout copy"
+TEACHER_HEAD, TEACHER_WEIGHTS = "teacher's head", "teacher weights"
+
 # Bytes of activations: what one layer keeps for its backward pass, and what passes through memory besides.
 #
 # The terms of a layer are the tensors that autograd saves, counted for Megatron's local layers with saved-tensor hooks
@@ -248,9 +252,9 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
     is_sharded = work.config.distributes_optimizer(layout)
     shards, copies = (layout.data * layout.context, layout.expert_copies) if is_sharded else (1, 1)
     parts = {
-        "weights": float(count.all_held * work.value_bytes),
-        "gradients": 4.0 * count.all_trained,
-        "optimizer": state * (count.trained / shards + count.experts_trained / copies),
+        WEIGHTS: float(count.all_held * work.value_bytes),
+        GRADIENTS: 4.0 * count.all_trained,
+        OPTIMIZER: state * (count.trained / shards + count.experts_trained / copies),
     }
     projectors = projector_parameters(work, layout, pipeline)
     if projectors:  # float32, so that the optimizer has no copy of them

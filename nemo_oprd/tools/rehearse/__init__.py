@@ -27,6 +27,14 @@ from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.plan.estimate import Estimate, Lengths, RankKind, estimate
 from nemo_oprd.tools.plan.gpus import ASSUMED, Cluster, add_gpus, gpu_of, in_bytes
+from nemo_oprd.tools.plan.memory import (
+    GRADIENTS,
+    OPTIMIZER,
+    ROLLOUT_COPY,
+    TEACHER_HEAD,
+    TEACHER_WEIGHTS,
+    WEIGHTS,
+)
 from nemo_oprd.tools.rehearse import layers
 
 # Compares rehearsed ranks: the ranks of a group must issue the same collectives, in the same order.
@@ -178,10 +186,10 @@ PLANNED: dict[str, tuple[str, ...]] = {
 AROUND: dict[str, tuple[str, ...]] = {"generation": ("rollout",)}
 # phase of building -> the parts of `plan` that it adds, of those that stay in memory
 BUILT = {
-    "build engine": ("rollout copy",),
-    "build student": ("weights",),
-    "build optimizer": ("gradients", "optimizer"),
-    "build teachers": ("teacher's head", "teacher weights"),
+    "build engine": (ROLLOUT_COPY,),
+    "build student": (WEIGHTS,),
+    "build optimizer": (GRADIENTS, OPTIMIZER),
+    "build teachers": (TEACHER_HEAD, TEACHER_WEIGHTS),
 }
 # all phases of a step
 STEP = ("step", *PLANNED)
@@ -398,12 +406,12 @@ def planned_bytes(kind: RankKind, phase: str, run_spec: RunSpec) -> float | None
     memory, config = kind.memory, run_spec.config
     if phase in BUILT:
         # an optimizer has its two moments from the first step on; a copy of bfloat16 weights in float32 at once
-        share = {"optimizer": 1 / 3 if config.precision == "bf16" else 0.0}
+        share = {OPTIMIZER: 1 / 3 if config.precision == "bf16" else 0.0}
         there = [*BUILT][: [*BUILT].index(phase) + 1]
         held = sum(memory.always.get(part, 0.0) * share.get(part, 1.0) for name in there for part in BUILT[name])
         if phase == "build optimizer" and config.distributes_optimizer(run_spec.student_layout):
             # before that, Megatron copies the weights into one buffer
-            copied = sum(memory.always.get(part, 0.0) for part in ("rollout copy", "weights", "weights", "gradients"))
+            copied = sum(memory.always.get(part, 0.0) for part in (ROLLOUT_COPY, WEIGHTS, WEIGHTS, GRADIENTS))
             held = max(held, copied)
         return held
     passed = [name for name in (PLANNED | AROUND).get(phase, ()) if name in memory.phases]

@@ -341,7 +341,7 @@ def _push(recorder: Recorder, run: RunSpec, student: Student, gpus_per_node: int
     near = [place for place in places if place.controller == dist.get_rank() and place.transport != "group"]
     own: Any = {number: SimpleNamespace(number=number, generation=1) for number in (place.number for place in near)}
     names = set(hf_names(student.spec))
-    mine = Fleet(settings.start_timeout, own, folder=transport.SharedFolder() if own else None)
+    mine = Fleet(settings.start_timeout, servers=own, folder=transport.SharedFolder() if own else None)
     calls = UpdateCalls(mine, places, len(names), lambda *_: None, settings.request_timeout)
 
     class Group:

@@ -2,8 +2,8 @@
 
 `python nemo_oprd_serve.py ARGUMENTS` is `python -m vllm.entrypoints.openai.api_server ARGUMENTS`. Every process of the
 server runs the lines below: those that multiprocessing spawns import this file as their main module, and those that it
-forks inherit the hook. A thread then ends the process group once the guard (`guard.py`), whose process id is in
-NEMO_OPRD_GUARD, is gone: a killed guard cannot do it. Before that it removes the group's shared memory: files whose
+forks inherit the hook. A thread then ends the process group once the guard (`nemo_oprd_guard.py`), whose process id is
+in NEMO_OPRD_GUARD, is gone: a killed guard cannot do it. Before that it removes the group's shared memory: files whose
 names begin with NEMO_OPRD_SHARED_NAMES, and files that a process of the group has mapped, because vLLM's own code uses
 other names, such as those of the shared memory of tensor-parallel workers on CPUs.
 """
@@ -14,39 +14,26 @@ import signal
 import threading
 from contextlib import suppress
 from multiprocessing import process, shared_memory
-from pathlib import Path
+
+from nemo_oprd_guard import SHARED_NAMES, group_members, mapped_shared_memory, named_shared_memory
 
 
 def _name_shared_memory(names: str) -> None:
     """Makes the names of Python's semaphores and shared memory begin with `names`.
 
-    These are private settings of Python's modules. Without them, guard.py finds only the files that it has seen mapped.
+    These are private settings of Python's modules. Without them, the guard finds only files that it has seen mapped.
     """
     process.current_process()._config["semprefix"] = f"/{names}"  # type: ignore[attr-defined]
     shared_memory._SHM_NAME_PREFIX = f"/{names}"  # type: ignore[attr-defined]
     shared_memory._SHM_SAFE_NAME_LENGTH = len(f"/{names}") + 8  # type: ignore[attr-defined] # 8 random digits
 
 
-def _mapped_by_group() -> set[Path]:
-    """Lists the files directly in shared memory that processes of this group have mapped.
-
-    Files in folders there belong to the process that uses the server, and stay.
-    """
-    found = set()
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):  # ended meanwhile, or another user's
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == os.getpgrp():
-                lines = os.fsdecode((entry / "maps").read_bytes()).splitlines()
-                found |= {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line}
-    return {path for path in found if path.parent == Path("/dev/shm")}
-
-
 def _end_group() -> None:
-    names = os.environ.get("NEMO_OPRD_SHARED_NAMES")
-    named = [path for start in ("", "sem.") if names for path in Path("/dev/shm").glob(f"{start}{names}*")]
-    for path in {*named, *_mapped_by_group()}:
+    # files in folders there belong to the process that uses the server, and stay
+    mapped = {path for path in mapped_shared_memory(group_members(os.getpgrp())) if path.count("/") == 3}
+    for path in mapped | named_shared_memory(os.environ.get(SHARED_NAMES, "")):
         with suppress(OSError):  # another process of the group was faster
-            path.unlink()
+            os.unlink(path)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -66,8 +53,8 @@ def _start() -> None:
 
 
 if "NEMO_OPRD_GUARD" in os.environ:
-    if os.environ.get("NEMO_OPRD_SHARED_NAMES"):
-        _name_shared_memory(os.environ["NEMO_OPRD_SHARED_NAMES"])
+    if os.environ.get(SHARED_NAMES):
+        _name_shared_memory(os.environ[SHARED_NAMES])
     os.register_at_fork(after_in_child=_start)
     _start()
 

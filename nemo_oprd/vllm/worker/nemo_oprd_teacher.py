@@ -29,13 +29,13 @@ import torch
 import vllm
 from nemo_oprd_bridge import PROJECTED_ROWS, BridgeFile
 from nemo_oprd_files import FOLDER, open_bucket
+from nemo_oprd_layers import find_layers
 from nemo_oprd_requests import GENERATION, LOGPROB_COLUMNS, STATE_REQUEST, AnswerFolder, StateRequest, weights_digest
 
 logger = logging.getLogger(__name__)
 
 # allowed relative deviation of a row whose final norm is computed once more, by dtype
 _NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-_LAYER_LISTS = ("layers", "h", "blocks")
 
 
 class Projection:
@@ -177,22 +177,6 @@ def _picked(output: Any, tokens: torch.Tensor, *, summed: bool) -> torch.Tensor:
     return value
 
 
-def find_layers(model: torch.nn.Module, count: int) -> tuple[torch.nn.Module, torch.nn.ModuleList]:
-    """Finds (the module with the decoder layers, the list of the `count` layers); ValueError unless there is one."""
-    found = []
-    for path, module in model.named_modules():
-        for name in _LAYER_LISTS:
-            layers = getattr(module, name, None)
-            if isinstance(layers, torch.nn.ModuleList) and len(layers) == count and "vis" not in path:
-                found.append((module, layers))
-    if len(found) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(found)} lists of {count} decoder layers named {', '.join(_LAYER_LISTS)}; "
-            "expected one: this model can't be read"
-        )
-    return found[0]
-
-
 def _normed(norm: torch.nn.Module, stream: torch.Tensor) -> torch.Tensor:
     """Computes a norm of rows [n, D] once more, on a copy: a norm may change its input in place."""
     output = norm(stream.clone())
@@ -268,7 +252,8 @@ class _Capture:
         self.scheduled: Any = None  # the scheduler's output for the current forward pass
         self.spans: list[_Span] | None = None
         self.last: Any = None  # the part of the last layer's output that is still needed
-        holder, layers = find_layers(self.model, self.depth)
+        path = find_layers(self.model, self.depth)
+        holder, layers = (self.model.get_submodule(name) for name in (path.rpartition(".")[0], path))
         norms = [child for name, child in holder.named_children() if "norm" in name.lower() or name.startswith("ln")]
         self.reading = _Reading(norms, _NORM_TOLERANCE[self.dtype])
         for number, layer in enumerate(layers, 1):

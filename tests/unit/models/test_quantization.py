@@ -17,7 +17,7 @@ from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.megatron.weights.hf_export import write_hf_model
 from nemo_oprd.models import copy_hf_config, parse_model_spec, read_hf_config, read_model_spec
 from nemo_oprd.models.quantization import Quantization, known_quantization, read_quantization
-from nemo_oprd.vllm.launch import server_arguments
+from nemo_oprd.vllm.launch import student_arguments
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -141,11 +141,11 @@ def test_vllm_gets_dequantised_weights(tmp_path: Path) -> None:
     for quantization, overrides in ((None, []), (FP8, ["--hf-overrides", '{"quantization_config": null}'])):
         (tmp_path / "config.json").write_text(json.dumps({**source, "quantization_config": quantization}))
         config = load_config("verify", paths)
-        arguments = server_arguments(config, read_model_spec(tmp_path), tmp_path, TokenIds(8), cuda=False)
+        arguments = student_arguments(config, read_model_spec(tmp_path), tmp_path, TokenIds(8), cuda=False)
         assert arguments[-len(overrides) :] == overrides if overrides else "--hf-overrides" not in arguments
     (tmp_path / "config.json").write_text(json.dumps(source))
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    arguments = server_arguments(config, read_model_spec(tmp_path), tmp_path, TokenIds(8), cuda=False)
+    arguments = student_arguments(config, read_model_spec(tmp_path), tmp_path, TokenIds(8), cuda=False)
     assert arguments[-2:] == ["--hf-overrides", '{"quantization_config": null}']
 
 

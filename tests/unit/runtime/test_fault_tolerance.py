@@ -48,7 +48,7 @@ from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.run_lock import RunLock
 from nemo_oprd.runtime.signals import Signals, Stopped, StoppedWaiting
 from nemo_oprd.tools.report.page import write_report
-from nemo_oprd.vllm import guard
+from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 
 NO_OUTPUT = ModelNeeds(None, teacher_states=False, teacher_logprobs=False)
 

@@ -22,7 +22,7 @@ from nemo_oprd.tools.plan.gpus import ASSUMED, GPUS, Cluster
 from nemo_oprd.tools.plan.parameters import model_parameters
 from nemo_oprd.tools.plan.served import CODE
 from nemo_oprd.tools.plan.workload import served_model
-from nemo_oprd.vllm.teacher_launch import server_arguments
+from nemo_oprd.vllm.teacher_launch import teacher_arguments
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -194,5 +194,5 @@ def test_several_teachers_divide_the_share(pair: list[str], tmp_path: Path) -> N
     assert always["teacher weights"] == pytest.approx(2 * 1_777_088_000, rel=0.15), "of the one in the trainer"
     for more, share in ([], "0.2"), (["teacher.vllm.gpu_memory_utilization=0.3"], "0.3"):
         config = load_config("oprd_1p5b", [*settings, *more])
-        arguments = server_arguments(config, Path(path), 100, cuda=True)
+        arguments = teacher_arguments(config, Path(path), 100, cuda=True)
         assert arguments[arguments.index("--gpu-memory-utilization") + 1] == share

@@ -13,7 +13,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.vllm.launch import DTYPES
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_launch import check_description, server_arguments
+from nemo_oprd.vllm.teacher_launch import check_description, teacher_arguments
 from nemo_oprd.vllm.teacher_servers import longest_sequence
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -45,7 +45,7 @@ def test_longest_sequence(tmp_path: Path, positions: int, settings: list[str], l
     run = load_config("verify", [*models, *settings])
     canary = Canary(read_served_spec(tmp_path), tmp_path, "float32", None)
     assert longest_sequence(run, canary) == longest
-    arguments = server_arguments(run, tmp_path, longest, cuda=False)
+    arguments = teacher_arguments(run, tmp_path, longest, cuda=False)
     assert arguments[arguments.index("--max-model-len") + 1] == str(longest + 1), "one more is sampled"
 
 

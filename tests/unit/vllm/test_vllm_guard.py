@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from default_signals import default_signals
 
-from nemo_oprd.vllm import guard
 from nemo_oprd.vllm.server import WORKER_FOLDER, LocalServer, ServerDied, ServerRefused
+from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 
 # Python's resource tracker would remove the shared memory, too, and hide that nobody else did.
 COMMAND = """
@@ -83,7 +83,7 @@ class Bench:
 
     def arguments(self, *options: str) -> list[str]:
         command = [sys.executable, str(self.root / "command.py"), str(self.root), "parent", *options]
-        return [sys.executable, guard.__file__, "--remove", str(self.removable), "--", *command]
+        return guard.guarded_command(command, self.removable)
 
     def start(self, *options: str) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": str(WORKER_FOLDER)}

@@ -16,7 +16,7 @@ from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet
 from nemo_oprd.models.rope import Rope
-from nemo_oprd.vllm.launch import check_description, server_arguments
+from nemo_oprd.vllm.launch import check_description, student_arguments
 
 SPEC = parse_model_spec(QWEN3)
 KNOWN = TokenIds(300, ((7, 9),))
@@ -37,7 +37,7 @@ ROPE = {
 def test_a_server_has_the_language_model_alone(tmp_path: Path, model_type: str, architecture: str | None) -> None:
     """Its weights come by the names of the language model, which the whole model would not know."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    arguments = server_arguments(load_config("oprd_1p5b", ["precision=fp32"]), SPEC, tmp_path, KNOWN, cuda=True)
+    arguments = student_arguments(load_config("oprd_1p5b", ["precision=fp32"]), SPEC, tmp_path, KNOWN, cuda=True)
     (masked,) = (json.loads(after) for flag, after in itertools.pairwise(arguments) if flag == "--additional-config")
     assert masked == {"nemo_oprd_known_ids": 300, "nemo_oprd_gaps": [[7, 9]]}
     given = [json.loads(after) for flag, after in itertools.pairwise(arguments) if flag == "--hf-overrides"]

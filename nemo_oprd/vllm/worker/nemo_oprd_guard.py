@@ -1,11 +1,12 @@
 """Runs a server in a process group of its own, and ends the group and removes its shared memory afterwards.
 
-`python guard.py --remove DIRECTORY -- COMMAND...`, started in a new session with its stdin connected to the parent, the
-process that uses the server. When the command ends or stdin is closed, which happens however the parent ends, the guard
-ends the group and removes the shared memory that its processes had mapped. If stdin was closed without a byte, the
-guard also removes `DIRECTORY`, which belongs to the parent. A parent that only ends the server writes a byte before.
+`python nemo_oprd_guard.py --remove DIRECTORY --ignore SIGNALS -- COMMAND...`, started in a new session with its stdin
+connected to the parent, the process that uses the server. When the command ends or stdin is closed, which happens
+however the parent ends, the guard ends the group and removes the shared memory that its processes had mapped. If stdin
+was closed without a byte, the guard also removes `DIRECTORY`, which belongs to the parent. A parent that only ends the
+server writes a byte before.
 
-If this guard is killed, `vllm/worker/nemo_oprd_serve.py` ends the group, and the parent calls `clean_up`. Processes
+If this guard is killed, `nemo_oprd_serve.py` ends the group, and the parent calls `clean_up`. Processes
 that were all killed at once leave no record of their mappings; the names of the semaphores and the shared memory that
 Python made for them begin with the value of NEMO_OPRD_SHARED_NAMES, and the parent finds them by that.
 
@@ -35,8 +36,16 @@ def start(command: list[str], directory: Path, **process: Any) -> subprocess.Pop
 
     Only this user can open the command's sockets and temporary files.
     """
-    guarded = [sys.executable, __file__, "--remove", str(directory), "--", *command]
+    guarded = guarded_command(command, directory)
     return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, umask=0o077, **process)
+
+
+def guarded_command(command: list[str], directory: Path) -> list[str]:
+    """Returns the command line of a guard, which ignores the signals to a job: its parent handles them."""
+    from nemo_oprd.runtime.signals import JOB_SIGNALS
+
+    ignored = ",".join(str(int(number)) for number in JOB_SIGNALS)
+    return [sys.executable, __file__, "--remove", str(directory), "--ignore", ignored, "--", *command]
 
 
 def group_members(group: int) -> list[int]:
@@ -86,13 +95,11 @@ def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names
 
 def main() -> None:
     """Runs the guard; see the module's docstring."""
-    option, directory, end, *command = sys.argv[1:]
-    assert (option, end) == ("--remove", "--") and os.getpgrp() == os.getpid(), (
-        "start this in a new session, see server.py"
-    )
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    _, directory, _, ignored, _, *command = sys.argv[1:]
+    assert os.getpgrp() == os.getpid(), "start this in a new session, see `start`"
+    for number in ignored.split(","):
         # only closing stdin ends this process; a handler, unlike SIG_IGN, is not inherited by the command
-        signal.signal(number, lambda *_: None)
+        signal.signal(int(number), lambda *_: None)
     environment = {**os.environ, "NEMO_OPRD_GUARD": str(os.getpid())}
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, restore_signals=True)
     over, parent_gone = threading.Event(), threading.Event()
