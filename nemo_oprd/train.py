@@ -53,7 +53,7 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
         Stopped: the process was asked to stop by a signal; the run has saved and can be resumed.
     """
     with start_training(spec or preflight(config, world_size(), "train")) as run:
-        distiller, student, engine = run.distiller, run.distiller.student, run.engine
+        config, distiller, student, engine = run.config, run.distiller, run.distiller.student, run.engine
         timeline, timer = run.timeline, PhaseTimer(run.timeline.note)
         logger.info(check_gradients(distiller, accumulate_gradients))
         updates_per_step = config.train.updates_per_rollout

@@ -1,7 +1,8 @@
 """What a measured process of `benchmarks.peers` notes about itself: seconds, memory, and what it computed.
 
-A process is started with the name of a file that says what to do, and writes its measurements to another file. Nothing
-heavy is imported here, so that a start has the cost of its product alone.
+`Measurement.finish` ends the process, because the usual end of one with Gloo's threads may hang or abort. A process is
+started with the name of a file that says what to do, and writes its measurements to another file. Nothing heavy is
+imported here, so that a start has the cost of its product alone.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
             guard.SHARED_NAMES: f"{folder.path.name}_server_",
             **VARIABLES,
         }
-        process = guard.start(command, folder.path, env=environment)
+        process = guard.start(command, folder.path, JOB_SIGNALS, env=environment)
         assert process.stdin is not None
         for number in JOB_SIGNALS:
             signal.signal(number, lambda *_: process.stdin and process.stdin.close())

@@ -92,7 +92,6 @@ def compare(options: CompareOptions) -> None:
     check_output(str(options.output))
     files = {f"{name}.{ending}" for name in options.students for ending in ("json", "jsonl")}
     check_directory(options.output, "compare", "--output", writes=files)
-    mark(options.output, "compare")
     comparison = Comparison(options)
     results = {name: comparison.student(name) for name in options.students}
     print(terminal_table(results))
@@ -194,6 +193,7 @@ class Comparison:
 
     def _write(self, name: str, result: dict[str, Any], responses: list[SampledIds]) -> None:
         """Removes an older NAME.json, then writes the responses and NAME.json last: if it exists, both are complete."""
+        mark(self.options.output, "compare")
         (self.options.output / f"{name}.json").unlink(missing_ok=True)
         lines = (
             {

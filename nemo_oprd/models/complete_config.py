@@ -55,9 +55,7 @@ def language_model_config(hf_config: dict, source: str) -> dict:
     architecture = language_model_architecture(hf_config)
     if architecture is None:
         return _under_known_name(hf_config)
-    text = hf_config.get("text_config")
-    if not isinstance(text, dict):
-        raise ValueError(f"{source}: text_config={text!r}; expected the language model's config: copy the file again")
+    text = _inner_config(hf_config, source, required=True)
     for key in _SHARED:
         if key in text and key in hf_config and text[key] != hf_config[key]:
             raise ValueError(
@@ -108,17 +106,30 @@ def _name_in_language_model(name: str) -> str:
     return _PREFIX + name.removeprefix(_INNER) if name.startswith(_INNER) else name
 
 
-def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+def text_config(hf_config: dict[str, Any], source: str = "config.json") -> dict[str, Any]:
     """Returns a model's config, or that of its language model if it has parts, with transformers' defaults filled in.
 
     A family that transformers does not know has no defaults.
+
+    Raises:
+        ValueError: `text_config` is no object.
     """
     from transformers import CONFIG_MAPPING, AutoConfig  # takes seconds
 
+    text = _inner_config(hf_config, source)
     if hf_config.get("model_type") in CONFIG_MAPPING:
         return AutoConfig.for_model(**_decoded(hf_config)).get_text_config().to_dict()
+    return {**hf_config, **text}
+
+
+def _inner_config(hf_config: dict[str, Any], source: str, *, required: bool = False) -> dict[str, Any]:
+    """Returns the config of the language model in a config.json; {} without one, unless it is `required`."""
     text = hf_config.get("text_config")
-    return {**hf_config, **text} if isinstance(text, dict) else hf_config
+    if text is None and not required:
+        return {}
+    if not isinstance(text, dict):
+        raise ValueError(f"{source}: text_config={text!r}; expected the language model's config: copy the file again")
+    return text
 
 
 def renamed_config(hf_config: dict) -> Any:

@@ -28,14 +28,12 @@ def read_served_spec(path: str | Path) -> ModelSpec:
     """
     hf_config, source = read_hf_config(path), str(Path(path) / "config.json")
     refuse_what_vllm_reads_differently(Path(path))
-    model_type, inner = hf_config.get("model_type"), hf_config.get("text_config")
+    model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{source}: model_type={model_type!r}; expected a name: copy the file from its source again")
-    if not isinstance(inner, dict | None):
-        raise ValueError(f"{source}: text_config={inner!r}; expected the language model's config: copy the file again")
-    text = text_config(hf_config)
+    text = text_config(hf_config, source)
     _check_rope(text, source)
-    named = {**hf_config, **(inner or {})}
+    named = {**hf_config, **(hf_config.get("text_config") or {})}
     layers, width, positions = (
         positive_integer(given, next((name for name in names if name in given), names[0]), source)
         for names, given in ((_LAYERS, named), (_WIDTH, named), (_POSITIONS, text))

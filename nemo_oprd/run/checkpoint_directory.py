@@ -105,6 +105,16 @@ def find_checkpoint(root: Path, damaged: Mapping[int, str] | None = None) -> tup
     return None, []
 
 
+def newest_steps(root: Path) -> tuple[str | None, tuple[int, ...]]:
+    """Returns the content of the tracker file (None: there is none), and the steps of all checkpoints, ascending.
+
+    Two equal results show that no run has written a checkpoint in between.
+    """
+    tracker = root / LATEST
+    text = tracker.read_text(errors="replace") if tracker.is_file() else None
+    return text, tuple(sorted(_checkpoint_steps(root)))
+
+
 def find_damage(directory: Path) -> str | None:
     """Returns the damage of a checkpoint ("is incomplete (...)"); None if the quick checks find none.
 

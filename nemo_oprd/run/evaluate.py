@@ -57,20 +57,14 @@ class EvaluationInputs:
         rollout = self.sampling.config.rollout
         ENGINES[rollout.engine].check_device(rollout, self.model.spec)
 
-    def wait_for_endpoints(self) -> None:
-        """Waits for servers that others run, unless all responses are there."""
-        if is_first_rank() and not self.evaluator.is_complete(self.generations):
-            wait_for_sampling_endpoints(self.sampling.config)
 
-
+RESPONSES_FIT = Check[EvaluationInputs]("responses", lambda inputs: inputs.generations.check())
 EVALUATION_CHECKS = (
     Check[EvaluationInputs]("vocabulary", lambda inputs: inputs.model.check_vocabulary()),
     Check[EvaluationInputs]("data", lambda inputs: inputs.evaluator),
     Check("sampling-device", EvaluationInputs.check_sampling_device),
-    # under the lock: another process may have written responses before
-    Check[EvaluationInputs]("responses", lambda inputs: inputs.generations.check()),
+    RESPONSES_FIT,
     Check[EvaluationInputs]("model-files", lambda inputs: inputs.model.read),
-    Check("endpoints", EvaluationInputs.wait_for_endpoints, waits=True),
 )
 
 
@@ -85,12 +79,16 @@ def evaluate(sampling: SamplingSpec) -> None:
             it holds the responses of another evaluation.
     """
     config, inputs = sampling.config, EvaluationInputs(sampling)
+    stop_at_first(refusals(EVALUATION_CHECKS, inputs))
+    model, tokenizer, spec = inputs.model, inputs.model.tokenizer, inputs.model.spec
     kind = ENGINES[config.rollout.engine]
     with ExitStack() as stack:
         if is_first_rank():
             stack.callback(RunLock(Path(config.output)).undo)
-        stop_at_first(refusals(EVALUATION_CHECKS, inputs))
-        model, tokenizer, spec = inputs.model, inputs.model.tokenizer, inputs.model.spec
+            # again under the lock: another process may have used the directory before
+            stop_at_first(refusals((RESPONSES_FIT,), inputs))
+            if not inputs.evaluator.is_complete(inputs.generations):
+                wait_for_sampling_endpoints(config)
         init_distributed()
         model.check_files()
 

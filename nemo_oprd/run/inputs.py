@@ -25,6 +25,7 @@ from nemo_oprd.run.checkpoint_directory import (
     find_damage_together,
     has_digests,
     iteration_directory,
+    newest_steps,
 )
 from nemo_oprd.run.checks import Check, check_engine, refusals, stop_at_first, wait_for_endpoints
 from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
@@ -34,6 +35,7 @@ from nemo_oprd.run.preflight import TEACHER_SAMPLED, Command
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.run.resume import check_resume, compare_settings
 from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature
+from nemo_oprd.runtime.messages import is_first_rank
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,13 @@ class ResumePoint:
         step: steps before it; None for a new run.
         notes: lines about damaged checkpoints that were skipped, and about missing digests.
         changed: settings that differ from those under which the last kept step ran; all are permitted.
+        seen: the checkpoints that were there, as `newest_steps` returns them.
     """
 
     step: int | None
     notes: tuple[str, ...]
     changed: tuple[Change, ...]
+    seen: tuple[str | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class RunInputs:
 
     @cached_property
     def resume(self) -> ResumePoint:
-        """Returns the checkpoint from which a training run goes on. The first rank holds the directory's lock."""
+        """Returns the checkpoint from which a training run goes on."""
         return find_resume_point(self.plan)
 
     def check_sampling_device(self) -> None:
@@ -132,11 +136,12 @@ def find_resume_point(plan: RunPlan, damaged: Mapping[int, str] | None = None) -
             these settings, or settings that change the result differ without permission.
     """
     config, root, known = plan.run.config, checkpoints_of(plan.run.config), dict(damaged or {})
+    seen = newest_steps(root)
     while True:
         step, notes = find_checkpoint(root, known)
         damage = None if step is None else _check(plan, root, step)
         if step is None or damage is None:
-            return ResumePoint(step, tuple(notes), tuple(check_resume(config, step)))
+            return ResumePoint(step, tuple(notes), tuple(check_resume(config, step)), seen)
         known[step] = damage
 
 
@@ -167,12 +172,16 @@ def _check(plan: RunPlan, root: Path, step: int) -> str | None:
 def agree_on_resume(inputs: RunInputs) -> ResumePoint:
     """Returns the first rank's resume point, after a comparison of its files with their digests, on every rank.
 
-    Every rank reads its share of the checkpoint's files. Those that show damage are left out.
+    A refused start leaves no trace, so the point was found before the directory was locked. The first rank, which holds
+    the lock by now, looks again only if another run has written a checkpoint in between. Every rank reads its share of
+    the checkpoint's files; those that show damage are left out.
 
     Raises:
         ValueError: as `find_resume_point`.
     """
     point, root, damaged = inputs.resume, checkpoints_of(inputs.config), dict[int, str]()
+    if is_first_rank() and newest_steps(root) != point.seen:
+        point = find_resume_point(inputs.plan)
     while True:
         point = first_ranks(point)
         if point.step is None:

@@ -6,13 +6,17 @@ These are warnings: a user may distil a model into a larger one, or train on one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
+from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.run.data import TrainingData
 from nemo_oprd.run.models import RunPlan
+from nemo_oprd.run.resolve import RunModels
 
 # share of the prompts of a source that render to one text; the excerpt of that text
 NEARLY_ALL, SHOWN = 0.9, 60
@@ -49,9 +53,14 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
             taught_by = run.models.routing.teachers_of([request.data_source for request in some])
             own = [request for request, teacher in zip(some, taught_by, strict=True) if teacher == number]
             texts = [inputs.teacher.render(request.teacher_messages, True, request.tools) for request in own]
-            name = run.models.teachers[number].model.key if run.config.teachers else "the teacher"
-            found.append(prompts_alike(f"data.train as {name} reads it", texts))
+            found.append(prompts_alike(as_read_by(run.config, run.models, number), texts))
     yield from filter(None, found)
+
+
+def as_read_by(config: Config, models: RunModels, number: int) -> str:
+    """Returns the name of the training prompts as teacher `number` reads them."""
+    name = models.teachers[number].model.key if config.teachers else "the teacher"
+    return f"data.train as {name} reads it"
 
 
 def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = str) -> str | None:
@@ -77,8 +86,10 @@ def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = 
 
 def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
     """Returns a line if a teacher's layers have fewer weights than the student's; else, and for servers, None."""
+    if not teacher.ffn_size:  # `read_served_spec` does not read it
+        return None
     ours, theirs = layer_weights(student), layer_weights(teacher)
-    if theirs >= ours or not teacher.ffn_size:  # `read_served_spec` does not read it
+    if theirs >= ours:
         return None
     return (
         f"the teacher has {theirs:.3g} weights in its layers and the student {ours:.3g}; expected a teacher of the "
@@ -87,12 +98,6 @@ def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
 
 
 def layer_weights(spec: ModelSpec) -> float:
-    """Counts the weights in the layers of a model, without biases and norms."""
-    experts = spec.experts
-    total = 0.0
-    for layer in range(1, spec.num_layers + 1):
-        heads = spec.heads(layer)
-        attention = spec.hidden_size * (heads.channels + heads.value_channels) * (spec.num_heads + heads.kv)
-        ffn = experts.count * experts.ffn_size if experts and spec.is_sparse(layer) else spec.ffn_size
-        total += attention + (3 if spec.gated else 2) * spec.hidden_size * ffn
-    return total
+    """Counts the weights in the layers of a model, without biases and norms, by the shapes of its mappings."""
+    shapes = (each.shape for each in checkpoint_parameters(spec) if each.mapping.layer is not None)
+    return float(sum(math.prod(shape) for shape in shapes if len(shape) > 1))

@@ -167,10 +167,11 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     Raises:
         ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
+    inputs = read_inputs(spec)
     lock = RunLock(Path(spec.config.output)) if is_first_rank() else None
     engine: RolloutEngine | None = None
     try:
-        inputs, signals = read_inputs(spec), Signals()
+        signals = Signals()
         engine = _make_engine(inputs)  # before the models, because an engine may start meanwhile
         run = _build(inputs, engine, signals)
     except BaseException:

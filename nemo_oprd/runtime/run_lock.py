@@ -27,7 +27,7 @@ class RunLock:
     def __init__(self, directory: Path) -> None:
         """Creates `directory` if it is missing, and locks it; raises ValueError if it can't be written or is in use."""
         path = Path(os.path.realpath(directory / ".lock"))  # filelock opens no link
-        self._path, self._made = path, [each for each in (directory, *directory.parents) if not each.exists()]
+        self._path, self._made_directory = path, not directory.exists()
         self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -53,13 +53,11 @@ class RunLock:
         self._text.flush()
 
     def undo(self) -> None:
-        """Releases the lock; removes the directories that it created, unless something else was written into them."""
+        """Releases the lock; removes the directory if the lock created it and nothing else was written."""
         self.release()
-        if self._made and [*self._path.parent.iterdir()] == [self._path]:
+        if self._made_directory and [*self._path.parent.iterdir()] == [self._path]:
             self._path.unlink()
-            for directory in self._made:
-                if not any(directory.iterdir()):
-                    directory.rmdir()
+            self._path.parent.rmdir()
 
     def release(self) -> None:
         """Releases the lock before the process ends; does nothing if it is already released."""

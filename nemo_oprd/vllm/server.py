@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_oprd.runtime.messages import ON_STDOUT
+from nemo_oprd.runtime.signals import JOB_SIGNALS
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
 from nemo_oprd.vllm.worker.nemo_oprd_requests import GENERATION
@@ -151,7 +152,9 @@ class LocalServer(Server):
                 GENERATION: str(self.generation),
                 **self.variables,
             }
-            self._process = guard.start(command, self.directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self._process = guard.start(
+                command, self.directory, JOB_SIGNALS, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
 
     @property
     def _shared_names(self) -> str:

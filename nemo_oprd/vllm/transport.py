@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_oprd.megatron.parallel import everyones
+from nemo_oprd.runtime.signals import JOB_SIGNALS
 from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, padded_bytes
@@ -76,7 +77,7 @@ class SharedFolder:
     def guard(self) -> None:
         """Starts a guard for the life of this process: endpoints have none, and a server's own ends with the server."""
         if self._guard is None:
-            self._guard = guard.start(["sleep", "infinity"], self.path)
+            self._guard = guard.start(["sleep", "infinity"], self.path, JOB_SIGNALS)
 
     def write(self, bucket: Bucket) -> Path:
         """Writes the bytes of a bucket to a new file; returns its path. ValueError if shared memory is too small."""

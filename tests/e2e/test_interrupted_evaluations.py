@@ -31,7 +31,7 @@ def test_evaluate_is_killed_twice_and_samples_only_what_is_missing(results: dict
     # 2 batches, 1 batch and 1 batch: the second start kept one, and the damaged line counts for nothing
     assert found["last"] == {"codes": [0, 0], "batches": [1, 1], "said": [kept.format(12)]}
     assert found["same"]
-    assert found["files"] == ["evaluation.json", "generations/heldout.jsonl", "grades/heldout.jsonl"]
+    assert found["files"] == [".made_by", "evaluation.json", "generations/heldout.jsonl", "grades/heldout.jsonl"]
     assert found["again"] == {"codes": [0, 0], "batches": [0, 0], "said": [kept.format(16)]}
 
 

@@ -82,7 +82,8 @@ def diagnose(pools: Pools, models: Path) -> Diagnose:
         json.dumps([finding.numbers for finding in found], allow_nan=False)
         stops = any(finding.check == "start" for finding in found)
         assert stops or {finding.check for finding in found} >= set(CHECKS)
-        return {finding.check: finding for finding in found if finding.verdict != "ok"}
+        starts = [finding for finding in found if finding.check == "start"]  # `train` stops at the first
+        return {finding.check: finding for finding in [*found, *starts[:1]] if finding.verdict != "ok"}
 
     return run
 

@@ -35,7 +35,7 @@ from nemo_oprd.run.canary import Proof, prove_models
 from nemo_oprd.run.checks import check_teacher_servers, refusals
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
 from nemo_oprd.run.inputs import RunInputs, input_checks
-from nemo_oprd.run.likely_mistakes import prompts_alike
+from nemo_oprd.run.likely_mistakes import as_read_by, prompts_alike
 from nemo_oprd.run.models import ModelFiles, RunFiles, build_distiller
 from nemo_oprd.run.prompt_files import training_prompts, validation_problems
 from nemo_oprd.run.resolve import RunSpec
@@ -166,8 +166,7 @@ def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, lis
                 continue
             own = [prompt for prompt, chosen in zip(some, taught_by, strict=True) if chosen == number]
             texts = [teacher.tokenizer.render(p.teacher_messages(template), True, p.tools) for p in own]
-            name = files.models.teachers[number].model.key if run.teachers else "the teacher"
-            found[f"data.train as {name} reads it"] = texts
+            found[as_read_by(run, files.models, number)] = texts
         for name, problems in validation_problems(run).items():
             first = problems[:RENDERED_PROMPTS]
             found[f"data.validation.{name}"] = [student.render(p.messages, True, p.tools) for p in first]

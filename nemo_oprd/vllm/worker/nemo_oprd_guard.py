@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,21 +32,20 @@ SHARED_MEMORY = "/dev/shm/"
 SHARED_NAMES = "NEMO_OPRD_SHARED_NAMES"
 
 
-def start(command: list[str], directory: Path, **process: Any) -> subprocess.Popen:
+def start(command: list[str], directory: Path, ignored: Iterable[int], **process: Any) -> subprocess.Popen:
     """Starts a guard that runs `command`, and removes `directory` if this process ends; `process`: see `Popen`.
 
-    Only this user can open the command's sockets and temporary files.
+    Only this user can open the command's sockets and temporary files. The guard ignores the signals `ignored`, those to
+    a whole job, which this process handles.
     """
-    guarded = guarded_command(command, directory)
+    guarded = guarded_command(command, directory, ignored)
     return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, umask=0o077, **process)
 
 
-def guarded_command(command: list[str], directory: Path) -> list[str]:
-    """Returns the command line of a guard, which ignores the signals to a job: its parent handles them."""
-    from nemo_oprd.runtime.signals import JOB_SIGNALS
-
-    ignored = ",".join(str(int(number)) for number in JOB_SIGNALS)
-    return [sys.executable, __file__, "--remove", str(directory), "--ignore", ignored, "--", *command]
+def guarded_command(command: list[str], directory: Path, ignored: Iterable[int]) -> list[str]:
+    """Returns the command line of a guard."""
+    numbers = ",".join(str(int(number)) for number in ignored)
+    return [sys.executable, __file__, "--remove", str(directory), "--ignore", numbers, "--", *command]
 
 
 def group_members(group: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from family_configs import LLAMA, PHI3, QWEN2, QWEN3, QWEN3_MOE, QWEN_1P5B
+from family_configs import LLAMA, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, QWEN_1P5B
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_oprd.batch.layout import Layout
 from nemo_oprd.cli import main
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.memory_bounds import cache_bytes_per_token, state_bytes
+from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet, LatentAttention
 from nemo_oprd.run.resolve import resolve, resolve_models
@@ -51,6 +53,14 @@ def pair(tmp_path: Path) -> list[str]:
 def test_the_number_of_parameters_is_that_of_the_published_model() -> None:
     """DeepSeek-R1-Distill-Qwen-1.5B: 1,777,088,000 parameters, with a head of its own."""
     assert model_parameters(parse_model_spec(QWEN_1P5B)) == 1_777_088_000
+
+
+@pytest.mark.parametrize(
+    "hf_config", [*FAMILY_CONFIGS.values(), QWEN3_MOE, MIXTRAL], ids=lambda each: each["model_type"]
+)
+def test_formulas_count_the_parameters_of_the_weight_mappings(hf_config: dict[str, Any]) -> None:
+    spec = parse_model_spec(hf_config)
+    assert model_parameters(spec) == sum(math.prod(each.shape) for each in checkpoint_parameters(spec))
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)

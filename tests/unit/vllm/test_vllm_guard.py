@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from default_signals import default_signals
 
+from nemo_oprd.runtime.signals import JOB_SIGNALS
 from nemo_oprd.vllm.server import WORKER_FOLDER, LocalServer, ServerDied, ServerRefused
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 
@@ -83,7 +84,7 @@ class Bench:
 
     def arguments(self, *options: str) -> list[str]:
         command = [sys.executable, str(self.root / "command.py"), str(self.root), "parent", *options]
-        return guard.guarded_command(command, self.removable)
+        return guard.guarded_command(command, self.removable, JOB_SIGNALS)
 
     def start(self, *options: str) -> subprocess.Popen:
         environment = {**os.environ, "PYTHONPATH": str(WORKER_FOLDER)}
