@@ -7,9 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from nemo_oprd.models.checkpoint_directory import checkpoint_directory
-from nemo_oprd.vllm.worker.nemo_oprd_requests import PIECE_BYTES, sampled_digest
 
-_PIECES = 64
+_PIECES, _PIECE_BYTES = 64, 1 << 16
 _WHOLE = ("config.json", "hf/config.json", "common.pt", ".metadata")
 
 
@@ -35,11 +34,18 @@ def fingerprint(directory: Path) -> str | None:
 
 @cache
 def _digest(directory: Path, files: tuple[tuple[str, int, int], ...]) -> str:
-    return sampled_digest(hashlib.sha256(), directory, [name for name, _, _ in files], _offsets)
+    found = hashlib.sha256()
+    for name, size, _ in files:
+        found.update(f"{name} {size}\n".encode())
+        with (directory / name).open("rb") as stream:
+            for offset in _offsets(size):
+                stream.seek(offset)
+                found.update(stream.read(_PIECE_BYTES))
+    return found.hexdigest()
 
 
 def _offsets(size: int) -> range | list[int]:
     """The offsets of the pieces of a file of `size` bytes."""
-    if size <= _PIECES * PIECE_BYTES:
-        return range(0, size, PIECE_BYTES)
-    return [number * (size - PIECE_BYTES) // (_PIECES - 1) for number in range(_PIECES)]
+    if size <= _PIECES * _PIECE_BYTES:
+        return range(0, size, _PIECE_BYTES)
+    return [number * (size - _PIECE_BYTES) // (_PIECES - 1) for number in range(_PIECES)]

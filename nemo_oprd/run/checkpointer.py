@@ -74,7 +74,7 @@ class Checkpointer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if reason else 0
         too_many = self.skipped_in_a_row >= train.stop_after_skipped
         stop, too_many, is_best, too_long = agree(
-            device(), self.asked_to_stop(), too_many, evaluation.best is not None, self._too_long()
+            device(), self.stop_requested(), too_many, evaluation.best is not None, self._too_long()
         )
         if too_many:
             raise ValueError(
@@ -86,7 +86,7 @@ class Checkpointer:
         if stop or is_best or too_long or (train.save_every and (last or done % train.save_every == 0)):
             self._save(done, evaluation)
             if not stop:  # a signal may have arrived while saving, and the next step may be long
-                (stop,) = agree(device(), self.asked_to_stop())
+                (stop,) = agree(device(), self.stop_requested())
         if stop and (evaluation.deferred is not None or not last):
             raise Stopped(
                 f"stopped by {self.signals.by} after step {done} of "
@@ -121,9 +121,9 @@ class Checkpointer:
             "same command resumes from there"
         )
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Returns whether this process received a signal that asks it to stop."""
-        return self.signals.asked_to_stop
+        return self.signals.stop_requested
 
     def _too_long(self) -> bool:
         minutes = self.train.save_minutes

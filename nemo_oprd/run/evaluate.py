@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """What `evaluate` reads before it makes an engine. Each part is read once, when the first check needs it."""
+    """The files that `evaluate` reads before it makes an engine, each once, when a check needs it first."""
 
     sampling: SamplingSpec
 

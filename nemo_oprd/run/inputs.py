@@ -57,7 +57,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a command reads before it builds models. Each part is read once, when the first check needs it.
+    """The files that a command reads before it builds models. Each part is read once, when a check needs it first.
 
     A part raises ValueError if it cannot be read, or does not fit the others.
     """

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
-from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
+from nemo_oprd.megatron.weights.megatron_checkpoint import mapped_shapes
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.run.data import TrainingData
 from nemo_oprd.run.models import RunPlan
@@ -99,5 +99,5 @@ def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
 
 def layer_weights(spec: ModelSpec) -> float:
     """Counts the weights in the layers of a model, without biases and norms, by the shapes of its mappings."""
-    shapes = (each.shape for each in checkpoint_parameters(spec) if each.mapping.layer is not None)
+    shapes = (shape for mapping, _, shape in mapped_shapes(spec) if mapping.layer is not None)
     return float(sum(math.prod(shape) for shape in shapes if len(shape) > 1))

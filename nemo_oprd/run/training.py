@@ -30,7 +30,7 @@ from nemo_oprd.evaluation.tables import final_report
 from nemo_oprd.megatron.model import lacks_transformer_engine
 from nemo_oprd.megatron.parallel import everyones, init_distributed
 from nemo_oprd.megatron.weights.hf_export import export_hf
-from nemo_oprd.megatron.weights.megatron_checkpoint import checkpoint_parameters
+from nemo_oprd.megatron.weights.megatron_checkpoint import mapped_shapes
 from nemo_oprd.rollout.concurrent_evaluation import EngineWithEvaluation
 from nemo_oprd.rollout.engine import RolloutEngine
 from nemo_oprd.rollout.replay import ReplayEngine
@@ -329,7 +329,7 @@ def _make_sampler(
         teacher_inputs=data.teacher_inputs,
         cache=_resume_cache(config, inputs.files.student.directory),
         first_step=first_step,
-        should_cancel=lambda: signals.asked_to_stop,
+        should_cancel=lambda: signals.stop_requested,
         note=partial(timeline.note, SAMPLING),
         with_evaluation=with_evaluation,
         complete=distiller.prefetch if prefetches else None,
@@ -402,7 +402,7 @@ def _model_sizes(models: RunModels) -> dict[str, dict[str, Any]]:
         size = {"model_type": model.spec.model_type, "layers": model.spec.num_layers}
         size |= {"hidden_size": model.spec.hidden_size}
         if not model.served:
-            size |= {"parameters": sum(math.prod(each.shape) for each in checkpoint_parameters(model.spec))}
+            size |= {"parameters": sum(math.prod(shape) for _, _, shape in mapped_shapes(model.spec))}
         found[model.key] = size
     return found
 

@@ -82,7 +82,7 @@ class Validation:
             Stopped: a signal asked the run to stop.
         """
         if self._evaluator is None:
-            (stop,) = agree(device(), self._asked_to_stop())
+            (stop,) = agree(device(), self._stop_requested())
             if stop:
                 raise Stopped(
                     f"stopped by {self._signals.by} before training; the same command starts again from there"
@@ -117,7 +117,7 @@ class Validation:
             self._begun = done, generations
             return EvaluationOutcome(deferred=weights)  # if the run is stopped or killed before `settle`
         try:
-            metrics = self._evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
+            metrics = self._evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._stop_requested)
         except GenerationCancelled:
             logger.info(f"step {done}: the evaluation is deferred to the next start: asked to stop")
             return EvaluationOutcome(deferred=weights)
@@ -143,7 +143,7 @@ class Validation:
     def _evaluate_at_start(self, evaluator: Evaluator, student: Student) -> None:
         logger.info("evaluating the student before training")
         generations = self._generations(evaluator, step_directory(0), model_identity(self._models.student))
-        metrics = evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
+        metrics = evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._stop_requested)
         if self._config.evaluation.teacher:
             logger.info("evaluating the teacher")
             metrics |= self._evaluate_teacher(evaluator, student)
@@ -173,7 +173,7 @@ class Validation:
             return self._engine
 
         generations = self._generations(evaluator, "teacher", model_identity(self._models.teacher))
-        metrics = evaluator.evaluate(engine, generations, prefix="teacher/", should_cancel=self._asked_to_stop)
+        metrics = evaluator.evaluate(engine, generations, prefix="teacher/", should_cancel=self._stop_requested)
         if loaded:
             self._engine.update_weights(student.hf_weights, 0)
         return metrics
@@ -191,7 +191,7 @@ class Validation:
         weights = weights if isinstance(weights, str) else _new_name()
         named = trained_identity(self._models.student, done, weights)
         generations = self._generations(evaluator, step_directory(done), named)
-        metrics = evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._asked_to_stop)
+        metrics = evaluator.evaluate(lambda: self._engine, generations, should_cancel=self._stop_requested)
         best = self._if_best(done, metrics)
         if best is not None:
             # marked before the evaluation is logged: if the run is killed in between, it evaluates again
@@ -208,8 +208,8 @@ class Validation:
             generations.begin(afresh=afresh or generations.difference() is not None)
         return generations
 
-    def _asked_to_stop(self) -> bool:
-        return self._signals.asked_to_stop
+    def _stop_requested(self) -> bool:
+        return self._signals.stop_requested
 
     def _if_best(self, done: int, metrics: dict[str, float]) -> dict[str, Any] | None:
         """Returns best.json's content on rank 0 for a new maximum of `train.keep_best`, without step 0; else None."""

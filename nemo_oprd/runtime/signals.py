@@ -75,7 +75,7 @@ class Signals:
                 signal.signal(number, handler)
 
     @property
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Returns whether this process received one of the signals."""
         return self.received is not None
 

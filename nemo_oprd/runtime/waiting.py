@@ -53,7 +53,7 @@ def wait_for(work: Callable[[], T], what: Callable[[], str], limit_s: float) -> 
 
     thread = threading.Thread(target=run, name="wait", daemon=True)
     notice = Notice(limit_s)
-    with _asked_to_stop() as asked:
+    with _stop_requested() as asked:
         thread.start()
         try:
             while not over.wait(_LOOK_EVERY_S):
@@ -126,7 +126,7 @@ def _or_ranks(what: str) -> str:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[str]]:
+def _stop_requested() -> Iterator[list[str]]:
     """Records the names of signals that ask the job to stop and would end this process without a message."""
     asked: list[str] = []
 

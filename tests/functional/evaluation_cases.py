@@ -142,7 +142,7 @@ def before_training(directory: str, student: list[str], teacher: list[str], over
     models: Any = SourceModels(Path("a"), Path("b"), lambda: None)  # type: ignore[arg-type, return-value]
     log: Any = SimpleNamespace(write=lambda step, metrics: None)
     evaluator = Evaluator(config, Characters(), 100)  # type: ignore[arg-type]
-    signals: Any = SimpleNamespace(asked_to_stop=False)
+    signals: Any = SimpleNamespace(stop_requested=False)
     engine: Any = TwoModels(student, teacher)
     validation = Validation(config, evaluator, engine, models, log, Path(directory), 0, signals)
     with messages() as said:

@@ -100,19 +100,14 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         stacked: whether one array has a parameter of all layers; None: as this project writes them (`stacks_layers`).
     """
     stacked = stacks_layers(spec) if stacked is None else stacked
-    sizes = _shapes(spec)
     parameters = []
-    for mapping in spec.family.param_mappings(spec):
+    for mapping, name, shape in mapped_shapes(spec):
         if mapping.layer is None:
-            shape = _joined_shape(mapping, spec) or sizes[mapping.megatron]
-            parameters.append(Parameter(mapping, mapping.megatron, shape))
+            parameters.append(Parameter(mapping, name, shape))
             continue
-        name = mapping.megatron.split(".", 3)[3]
         index, counts = ((mapping.layer,), (spec.num_layers,)) if stacked else ((), ())
         if mapping.expert is not None:
             assert spec.experts is not None
-            # Megatron puts the experts of all ranks below one more "experts"
-            name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
             index, counts = (*index, mapping.expert), (*counts, spec.experts.count)
         fused = TE_NAMES.get(name, name)
         if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
@@ -120,9 +115,22 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         if spec.latent is not None and fused.startswith("self_attention.linear_qkv."):
             fused = name  # and so is that before the two projections of latent attention
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
-        shape, sections = _joined_shape(mapping, spec) or sizes[name], mapping.form.sections(spec)
-        parameters.append(Parameter(mapping, prefix + fused, shape, index, counts, sections))
+        parameters.append(Parameter(mapping, prefix + fused, shape, index, counts, mapping.form.sections(spec)))
     return parameters
+
+
+def mapped_shapes(spec: ModelSpec) -> list[tuple[ParamMapping, str, tuple[int, ...]]]:
+    """Lists (weight mapping, Megatron's name without numbers of layer and expert, shape of the joined tensor).
+
+    The sum of the shapes' products is the number of a model's parameters.
+    """
+    sizes, found = _shapes(spec), []
+    for mapping in spec.family.param_mappings(spec):
+        name = mapping.megatron if mapping.layer is None else mapping.megatron.split(".", 3)[3]
+        if mapping.expert is not None:  # Megatron puts the experts of all ranks below one more "experts"
+            name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
+        found.append((mapping, name, _joined_shape(mapping, spec) or sizes[name]))
+    return found
 
 
 def _joined_shape(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """Costs of attention of each kind, and the parameters of a model that one rank holds and trains.
 
 These are formulas: `plan` imports no torch, and only Megatron-Bridge has the shapes of some families' tensors. Tests
-compare them with the shapes of the weight mappings (`checkpoint_parameters`) and with transformers' models.
+compare them with the shapes of the weight mappings (`mapped_shapes`) and with transformers' models.
 """
 
 from __future__ import annotations

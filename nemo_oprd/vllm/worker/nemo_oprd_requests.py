@@ -16,7 +16,7 @@ import re
 import stat
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -37,8 +37,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PARTIAL = ".part"
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 26
-# length of a stretch of a weight file, and the bytes of it that a digest reads: other weights differ everywhere
-_STRETCH_BYTES, PIECE_BYTES = 64 << 20, 64 << 10
+# length of a stretch of a weight file, and the bytes of it that the digest reads: other weights differ everywhere
+_STRETCH_BYTES, _READ_BYTES = 64 << 20, 64 << 10
 
 
 @dataclass(frozen=True)
@@ -258,23 +258,12 @@ def read_answer(stream: BinaryIO, size: int, where: str) -> tuple[dict[str, Any]
 
 def weights_digest(directory: str) -> str:
     """Computes a digest of a model's config.json and weight files: names, sizes, the first bytes of each stretch."""
-    found = sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("config.json")])
-    names = [file.name for file in found]
-    return sampled_digest(
-        hashlib.blake2b(digest_size=16), Path(directory), names, lambda size: range(0, size, _STRETCH_BYTES)
-    )
-
-
-def sampled_digest(digest: Any, directory: Path, names: Iterable[str], starts: Callable[[int], Iterable[int]]) -> str:
-    """Adds files to a `digest` of hashlib and returns it: each file's name and size, and `PIECE_BYTES` at each start.
-
-    `starts`: size of a file -> the offsets of its pieces.
-    """
-    for name in names:
-        with (directory / name).open("rb") as stream:
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted([*Path(directory).glob("*.safetensors"), *Path(directory).glob("config.json")]):
+        with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
-            digest.update(f"{name} {size}\n".encode())
-            for start in starts(size):
+            digest.update(f"{file.name} {size}\n".encode())
+            for start in range(0, size, _STRETCH_BYTES):
                 stream.seek(start)
-                digest.update(stream.read(PIECE_BYTES))
+                digest.update(stream.read(_READ_BYTES))
     return digest.hexdigest()

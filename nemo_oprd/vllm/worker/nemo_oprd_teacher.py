@@ -149,7 +149,7 @@ class _Span:
         return found, self.start + rows[found] - self.first
 
     @property
-    def wanted(self) -> torch.Tensor:
+    def requested(self) -> torch.Tensor:
         """Returns the flat indices of all rows of this pass that the state request names, in any layer."""
         return torch.cat([self.inside(self.job.rows)[1], self.inside(self.job.final_rows)[1]])
 
@@ -362,7 +362,7 @@ class _Capture:
             summed = _summed(output)
             self.last = [(False, _first(output).clone()), *([] if summed is None else [(True, summed)])]
         else:
-            self.last = [_picked(output, span.wanted, summed=self.reading.summed) for span in spans]
+            self.last = [_picked(output, span.requested, summed=self.reading.summed) for span in spans]
 
     def _end(self, output: Any) -> None:
         """Learns the reading, or checks it on the last layer's stream and the final states; copies the final rows."""
@@ -373,7 +373,7 @@ class _Capture:
         for i, span in enumerate(spans):
             with span.job.answers_errors():
                 if was_read:
-                    self.reading.check(self.last[i], final.index_select(0, span.wanted.to(final.device)))
+                    self.reading.check(self.last[i], final.index_select(0, span.requested.to(final.device)))
                 self._put(span, self.depth + 1, lambda tokens: _picked(final, tokens, summed=False))
         for span in spans:
             with span.job.answers_errors():
