@@ -88,7 +88,7 @@ def _whole_visit(config: Any) -> list[Any]:
 
     from nemo_oprd.run.resolve import resolve
     from nemo_oprd.tools.doctor import examination as command
-    from nemo_oprd.tools.doctor.findings import Settings, for_diagnosis
+    from nemo_oprd.tools.doctor.findings import SampleSizes, for_diagnosis
 
     made: list[Any] = []
     make = command.Report
@@ -99,7 +99,7 @@ def _whole_visit(config: Any) -> list[Any]:
 
     torch.manual_seed(0)
     with mock.patch.object(command, "Report", report), redirect_stdout(StringIO()):
-        sizes = Settings(prompts=6)
+        sizes = SampleSizes(prompts=6)
         command.doctor(config, resolve(for_diagnosis(config, sizes), 1), sizes)
     return list(made[0].findings)
 

@@ -42,7 +42,7 @@ from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import MAX_SEQUENCES
-from nemo_oprd.vllm.teacher_requests import Request
+from nemo_oprd.vllm.teacher_requests import TeacherRequest
 from nemo_oprd.vllm.teacher_servers import TeacherServers
 from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 from tests.support.random_pair import Shape, save_random_model
@@ -85,7 +85,7 @@ class Turn:
         layers = [round((i + 1) * SHAPE.num_hidden_layers / options.layers) for i in range(options.layers)]
         return Turn(ids, rows, [*layers[:-1], SHAPE.num_hidden_layers + 1])  # the last one after the final norm
 
-    def requests(self, *, logprobs: bool) -> list[Request]:
+    def requests(self, *, logprobs: bool) -> list[TeacherRequest]:
         """One per sequence."""
 
         def state_request(ids: list[int]) -> StateRequest:
@@ -93,7 +93,7 @@ class Turn:
             tokens = [ids[row + 1] for row in final] if logprobs else None
             return StateRequest(name, self.layers, self.rows, final, tokens, vocabulary=SHAPE.vocab_size, chunk=256)
 
-        return [Request(ids, state_request(ids)) for ids in self.ids]
+        return [TeacherRequest(ids, state_request(ids)) for ids in self.ids]
 
     def answer_bytes(self, *, logprobs: bool) -> int:
         """Bytes of all answers, without their headers."""

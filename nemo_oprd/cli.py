@@ -3,8 +3,8 @@
     nemo-oprd toy --output DIR                                    a small model pair and its prompts
     torchrun ... -m nemo_oprd train --config-name NAME [k=v]      training on several GPUs
 
-Commands are modules in `commands/`, or beside their helpers in `tools/` and `integrations/`, which training never
-imports. A command has an entry in `COMMANDS`, and its module has
+A command is a module in `commands/`, or a module or package in `tools/` or `integrations/`, which training never
+imports. It has an entry in `COMMANDS`, and defines
 
     add_arguments(parser)          its options
     run(options) -> int | None     what it does; the exit code, 0 if None (`runtime/exits.py` has the others)

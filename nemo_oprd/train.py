@@ -45,12 +45,12 @@ def train(config: Config, spec: RunSpec | None = None) -> None:
     """Distils `config.student` on its own rollouts into the run directory `config.output` (docs/runs.md).
 
     Args:
-        spec: what `preflight` returned for `config`, if the caller has called it.
+        spec: the result of `preflight` for `config`, if the caller has it.
 
     Raises:
         ValueError: bad configuration, models or data, before anything expensive starts; or `train.stop_after_skipped`
             steps in a row with an update whose loss or gradient is not finite.
-        Stopped: the process was asked to stop by a signal; the run has saved and can be resumed.
+        Stopped: a signal asked the process to stop; the run has saved and can be resumed.
     """
     with start_training(spec or preflight(config, world_size(), "train")) as run:
         config, distiller, student, engine = run.config, run.distiller, run.distiller.student, run.engine

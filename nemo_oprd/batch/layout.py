@@ -61,7 +61,7 @@ class Layout:
         return range(self.first_rank, self.first_rank + self.size)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The coordinates of a global rank of this role."""
+        """Returns the coordinates of a global rank of this role."""
         assert rank in self.ranks
         rest, tensor = divmod(rank - self.first_rank, self.tensor)
         rest, context = divmod(rest, self.context)
@@ -69,12 +69,12 @@ class Layout:
         return Coordinates(tensor, context, data, pipeline)
 
     def rank(self, coords: Coordinates) -> int:
-        """The global rank with the coordinates `coords`; the inverse of `coordinates`."""
+        """Returns the global rank with the coordinates `coords`; the inverse of `coordinates`."""
         inner = (coords.pipeline * self.data + coords.data) * self.context + coords.context
         return self.first_rank + inner * self.tensor + coords.tensor
 
     def layers_per_stage(self, num_layers: int) -> list[int]:
-        """Number of layers on each pipeline rank.
+        """Returns the number of layers on each pipeline rank.
 
         Stages without a given number get equal ones. If neither end has a number and the layers are not divisible, only
         the inner stages get equal numbers, because Megatron supports no other split; the first and the last stage
@@ -120,7 +120,7 @@ class Layout:
         return rest - rest // 2, rest // 2
 
     def stage_of_layer(self, layer: int, num_layers: int) -> tuple[int, int]:
-        """(Pipeline rank, model chunk) that owns layer `layer` (1-based)."""
+        """Returns (pipeline rank, model chunk) that owns layer `layer` (1-based)."""
         counts = self.layers_per_stage(num_layers)
         first = 1
         for chunk in range(self.virtual_pipeline):
@@ -132,7 +132,7 @@ class Layout:
         raise ValueError(f"layer {layer} is not in 1..{num_layers}")
 
     def owned_layers(self, pipeline: int, num_layers: int) -> list[int]:
-        """The layers (1-based) of one pipeline rank, ascending."""
+        """Returns the layers (1-based) of one pipeline rank, ascending."""
         owned: list[int] = []
         first = 1
         counts = self.layers_per_stage(num_layers)
@@ -145,7 +145,7 @@ class Layout:
         return owned
 
     def describe(self) -> str:
-        """A short text such as "TP2 PP2 VPP2 DP1 +SP"."""
+        """Returns a short text such as "TP2 PP2 VPP2 DP1 +SP"."""
         parts = [f"TP{self.tensor}"]
         for name, size in (("CP", self.context), ("PP", self.pipeline), ("VPP", self.virtual_pipeline)):
             if size > 1:

@@ -91,7 +91,7 @@ class Pack:
         return np.concatenate([self.offsets, [self.total]])
 
     def context_slice(self, context: int) -> np.ndarray:
-        """Positions in the whole pack that context rank `context` holds, in that rank's order."""
+        """Returns the positions in the whole pack that context rank `context` holds, in that rank's order."""
         if self.layout.context == 1:
             return np.arange(self.total)
         size = self.layout.context
@@ -105,7 +105,7 @@ class Pack:
 
 
 def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[list[Pack]]:
-    """All microbatches of a step: `packs[d]` are those of data-parallel rank d. Sequences of length 0 are omitted.
+    """Returns a step's microbatches: `packs[d]` are those of data-parallel rank d. Sequences of length 0 are omitted.
 
     Every rank gets the same number of microbatches; with an interleaved schedule the number is a multiple of the
     pipeline size, because Megatron's schedule rejects an incomplete last group. Empty packs make up the difference.
@@ -122,5 +122,5 @@ def make_packs(lengths: list[int], layout: Layout, token_budget: int) -> list[li
 
 
 def _parts(layout: Layout) -> int:
-    """The number of equal parts into which the context and tensor ranks split a pack."""
+    """Returns the number of equal parts into which the context and tensor ranks split a pack."""
     return layout.context * (layout.tensor if layout.sequence else 1)

@@ -48,7 +48,7 @@ class RowPlaces:
     hidden_index: np.ndarray  # indices of the rows in that rank's hidden state [S, 1, D] of the microbatch
 
     def select(self, chosen: np.ndarray) -> RowPlaces:
-        """Some of the rows, by their indices here."""
+        """Returns some of the rows, by their indices here."""
         return RowPlaces(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
 
@@ -88,7 +88,7 @@ class BatchPlan:
         return {i: length for pack in all_packs for i, length in zip(pack.sequences, pack.lengths, strict=True)}
 
     def group_numbers(self, microbatches: int | None) -> list[range]:
-        """The microbatch numbers of groups of at most `microbatches` per data-parallel rank (None: one group).
+        """Returns the microbatch numbers of groups of at most `microbatches` per data-parallel rank (None: one group).
 
         An interleaved schedule needs groups whose size is a positive multiple of the pipeline size.
         """
@@ -99,7 +99,7 @@ class BatchPlan:
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def part(self, microbatches: Sequence[int]) -> BatchPlan:
-        """The plan of some of the microbatches, with their rows.
+        """Returns the plan of some of the microbatches, with their rows.
 
         Rows keep the weights that they have in the whole batch, so the gradients of the parts add up to the gradient
         of the batch.
@@ -113,7 +113,7 @@ class BatchPlan:
         return BatchPlan(table.for_responses(responses), self.layout, packs)
 
     def with_rows(self, table: TokenTable) -> BatchPlan:
-        """The plan of other rows in the same packed sequences, without sequence parallelism.
+        """Returns the plan of other rows in the same packed sequences, without sequence parallelism.
 
         Their indices refer to hidden states that are whole on every tensor rank.
         """
@@ -136,7 +136,7 @@ class BatchPlan:
         return _Sequences(*columns)
 
     def places(self, responses: Sequence[int] | np.ndarray) -> RowPlaces:
-        """The ranks that hold the rows of some responses, and the rows' places there."""
+        """Returns the ranks that hold the rows of some responses, and the rows' places there."""
         rows = self.table.rows_of(responses)
         response, position, layout = self.table.response[rows], self.table.position[rows], self.layout
         sequences, size = self._sequences, layout.context
@@ -161,14 +161,14 @@ class BatchPlan:
         return {}
 
     def _on_data_rank(self, data: int) -> RowPlaces:
-        """The rows of one data-parallel rank, in the order of its microbatches; within one, table indices ascend."""
+        """Returns the rows of one data-parallel rank, in the order of its microbatches, then of table indices."""
         if data not in self._places_of_data_rank:
             places = self.places([i for pack in self.packs[data] for i in pack.sequences])
             self._places_of_data_rank[data] = places.select(np.argsort(places.microbatch, kind="stable"))
         return self._places_of_data_rank[data]
 
     def _on_rank(self, coords: Coordinates) -> RowPlaces:
-        """The rows in the hidden states of the rank at `coords`, in the order of its microbatches."""
+        """Returns the rows in the hidden states of the rank at `coords`, in the order of its microbatches."""
         places = self._on_data_rank(coords.data)
         held = places.context == coords.context
         if not self.replicated:
@@ -176,7 +176,7 @@ class BatchPlan:
         return places.select(np.flatnonzero(held))
 
     def local_rows(self, coords: Coordinates) -> list[LocalRows]:
-        """Per microbatch, the rows in the hidden states of the rank at `coords`, the same ones for all its layers."""
+        """Returns the rows in the hidden states of the rank at `coords` per microbatch, the same for all its layers."""
         places = self._on_rank(coords)
         ends = np.searchsorted(places.microbatch, np.arange(len(self.packs[coords.data]) + 1))
         return [
@@ -185,7 +185,7 @@ class BatchPlan:
         ]
 
     def owned_rows(self, coords: Coordinates) -> np.ndarray:
-        """Table indices of the rows that the rank at `coords` sends or receives, in the order of its microbatches.
+        """Returns table indices of the rows that the rank at `coords` sends or receives, ordered by microbatch.
 
         Under tensor parallelism without sequence parallelism all tensor ranks hold the same rows. Each of them owns an
         equal part of every response's rows, so that no row is sent twice.
@@ -194,12 +194,12 @@ class BatchPlan:
         return places.table_index[places.tensor == coords.tensor]
 
     def tensor_owners(self, coords: Coordinates) -> tuple[np.ndarray, np.ndarray]:
-        """(Table indices of the rows that the rank at `coords` holds, the tensor rank that owns each of them)."""
+        """Returns (table indices of the rows that the rank at `coords` holds, the tensor rank that owns each)."""
         places = self._on_rank(coords)
         return places.table_index, places.tensor
 
     def held_microbatches(self) -> int:
-        """The number of microbatches of which a rank holds rows, summed over the ranks of one pipeline stage."""
+        """Returns the number of microbatches with rows on a rank, summed over the ranks of one pipeline stage."""
         layout, places = self.layout, self.places([i for packs in self.packs for pack in packs for i in pack.sequences])
         held = np.zeros((layout.data, len(self.packs[0]), layout.context, layout.tensor), dtype=bool)
         tensor = slice(None) if self.replicated else places.tensor
@@ -256,11 +256,11 @@ class StepPlan:
         return StepPlan(plan, None if output is None else plan.with_rows(output), tuple(teachers))
 
     def microbatch_groups(self, microbatches: int | None) -> list[StepPlan]:
-        """The parts of the update for `BatchPlan.group_numbers`."""
+        """Returns the parts of the update for `BatchPlan.group_numbers`."""
         return [self.part(numbers) for numbers in self.hidden.group_numbers(microbatches)]
 
     def part(self, microbatches: Sequence[int]) -> StepPlan:
-        """The plan of some of the microbatches, with their rows."""
+        """Returns the plan of some of the microbatches, with their rows."""
         if len(microbatches) == len(self.taught_by):
             return self
         part = self.hidden.part(microbatches)
@@ -268,11 +268,11 @@ class StepPlan:
         return StepPlan(part, output, tuple(self.taught_by[m] for m in microbatches))
 
     def of_teacher(self, teacher: int) -> StepPlan | None:
-        """The plan of one teacher's microbatches; None if the teacher has no rows."""
+        """Returns the plan of one teacher's microbatches; None if the teacher has no rows."""
         part = self.part([m for m, taught_by in enumerate(self.taught_by) if taught_by == teacher])
         return part if len(part.hidden.table) or (part.output is not None and len(part.output.table)) else None
 
     def for_teacher(self, layout: Layout, num_responses: int, token_budget: int) -> StepPlan:
-        """The plan of the same rows in the sequences that the teacher reads, packed for the teacher's layout."""
+        """Returns the plan of the same rows in the teacher's sequences, packed for the teacher's layout."""
         output = None if self.output is None else self.output.table.as_read_by_teacher()
         return StepPlan.build(self.hidden.table.as_read_by_teacher(), output, num_responses, layout, token_budget)

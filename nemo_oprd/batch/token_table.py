@@ -34,34 +34,34 @@ class TokenTable:
         return len(self.response)
 
     def rows_of(self, responses: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Indices of the rows of some responses, ascending; the rows of a response stand next to each other."""
+        """Returns the indices of the rows of some responses, ascending; a response's rows stand next to each other."""
         chosen = np.unique(np.asarray(responses, dtype=np.int64))
         first, end = (np.searchsorted(self.response, chosen, side=side) for side in ("left", "right"))
         counts = end - first
         return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
     def for_responses(self, responses: Sequence[int] | np.ndarray) -> TokenTable:
-        """The rows of some responses, with the weights that they have in the whole batch."""
+        """Returns the rows of some responses, with the weights that they have in the whole batch."""
         return self._taken(self.rows_of(responses))
 
     def scale_responses(self, factors: Sequence[float]) -> TokenTable:
-        """The same rows, whose weights are multiplied by the factor of their response."""
+        """Returns the same rows, whose weights are multiplied by the factor of their response."""
         return self.scaled(np.asarray(factors, dtype=np.float64)[self.response])
 
     def scaled(self, factor: np.ndarray) -> TokenTable:
-        """The same rows with their weights multiplied by `factor` [N]."""
+        """Returns the same rows with their weights multiplied by `factor` [N]."""
         return replace(self, weight=self.weight * factor)
 
     def as_read_by_teacher(self) -> TokenTable:
-        """The same rows, with their positions in the teacher's sequences."""
+        """Returns the same rows, with their positions in the teacher's sequences."""
         return replace(self, position=self.teacher_position)
 
     def draw(self, count: int, key: tuple[int, ...]) -> TokenTable:
-        """At most `count` random rows, without replacement and with equal weights. Equal keys give equal rows."""
+        """Draws at most `count` rows, without replacement and with equal weights. Equal keys give equal rows."""
         return self.select(self._drawn(count, key))
 
     def search_in(self, count: int, key: tuple[int, ...]) -> TokenTable:
-        """The same rows, with top sets searched in at most `count` random ones. Equal keys give equal rows."""
+        """Returns the same rows, with top sets searched in at most `count` random ones. Equal keys give equal rows."""
         searched = np.zeros(len(self), dtype=bool)
         searched[self._drawn(count, key)] = True
         return replace(self, searched=searched)
@@ -70,7 +70,7 @@ class TokenTable:
         return np.sort(np.random.default_rng(key).choice(len(self), min(count, len(self)), replace=False))
 
     def select(self, chosen: np.ndarray) -> TokenTable:
-        """Some of the rows, by their ascending indices, with equal weights."""
+        """Returns some of the rows, by their ascending indices, with equal weights."""
         return replace(self._taken(chosen), weight=np.full(len(chosen), 1.0 / len(chosen)))
 
     def _taken(self, chosen: np.ndarray) -> TokenTable:
@@ -81,15 +81,15 @@ class TokenTable:
         return TokenTable(**arrays, num_responses=distinct, searched=searched)
 
     def tokens(self, rollouts: list[Rollout]) -> np.ndarray:
-        """int64 [N]: ids of the response tokens that the rows belong to."""
+        """Returns the ids of the response tokens that the rows belong to, int64 [N]."""
         return self._of_tokens([rollout.response_ids for rollout in rollouts], np.int64)
 
     def engine_logprobs(self, rollouts: list[Rollout]) -> np.ndarray:
-        """float32 [N]: log-probability of each row's token as the engine recorded it; NaN for a rollout without any."""
+        """Returns the recorded log-probability of each row's token, float32 [N]; NaN for a rollout without any."""
         return self._of_tokens([rollout.logprobs for rollout in rollouts], np.float32)
 
     def _of_tokens(self, values: Sequence[np.ndarray | None], dtype: type[np.generic]) -> np.ndarray:
-        """[N]: the rows' entries of `values`, one array [response tokens] per rollout; NaN where a rollout has none."""
+        """Returns the rows' entries [N] of `values`, an array [response tokens] per rollout; NaN if it has none."""
         found = np.empty(len(self), dtype)
         starts = np.flatnonzero(np.diff(self.response, prepend=-1))
         for start, end in itertools.pairwise([*starts.tolist(), len(self)]):
@@ -98,7 +98,7 @@ class TokenTable:
         return found
 
     def needed_tokens(self, num_responses: int) -> list[int]:
-        """For each response of the batch, the number of tokens of prompt + response that its rows depend on.
+        """Returns, for each response of the batch, the number of tokens of prompt + response that its rows depend on.
 
         0 for a response without rows. Tokens after the last row are not needed, because attention is causal.
         """
@@ -110,7 +110,7 @@ class TokenTable:
 
 
 def teacher_positions(rollout: Rollout, shift: int) -> np.ndarray:
-    """int64 [response tokens]: position in the teacher's sequence of each token's hidden state; -1: there is none.
+    """Returns each response token's position, int64 [tokens], of its state in the teacher's sequence; -1: no state.
 
     With `shift` 1 this is the state one token earlier; for the first response token, that of the prompt's last token.
     """
@@ -132,7 +132,7 @@ class _Supervised(NamedTuple):
 
 
 def _supervised(rollout: Rollout, positions: str, k: int, shift: int) -> _Supervised:
-    """The rows of a response for `positions` and `k` of `make_rows`.
+    """Returns the rows of a response for `positions` and `k` of `make_rows`.
 
     The cost grows with the number of rows only, unless the rollout has a mask or a `teacher_index`.
     """
@@ -148,7 +148,7 @@ def _supervised(rollout: Rollout, positions: str, k: int, shift: int) -> _Superv
 
 
 def _numbers(total: int, positions: str, k: int) -> np.ndarray:
-    """int64: all numbers below `total`, or the last or first k of them."""
+    """Returns all numbers below `total`, or the last or first k of them, int64."""
     first = max(0, total - k) if positions == "last_k" else 0
     return np.arange(first, min(k, total) if positions == "first_k" else total)
 
@@ -162,7 +162,7 @@ def make_rows(
     aggregation: str,
     requested_by: str = "loss.representation.position=predicting",
 ) -> TokenTable:
-    """The supervised rows of a batch: response tokens with mask 1 for which the teacher has a hidden state.
+    """Returns the supervised rows of a batch: response tokens with mask 1 for which the teacher has a hidden state.
 
     Args:
         positions: which of these tokens: "all", "last_k" or "first_k".
@@ -223,16 +223,16 @@ PROFILE_BINS = 24
 
 
 def profile_bins(numbers: np.ndarray) -> np.ndarray:
-    """Bins [N] of 0-based token numbers [N], which count from the start or from the end of a response."""
+    """Returns bins [N] of 0-based token numbers [N], which count from the start or from the end of a response."""
     return np.ceil(np.log2(numbers + 1)).astype(np.int64)
 
 
 def sums_of_first(values: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
-    """k = 1, 2, 4, ... -> sum of the `values` [N] with a 0-based number below k, up to the first k that covers all."""
+    """Returns k = 1, 2, 4, ... -> sum of `values` [N] with 0-based numbers below k, up to a k that covers all."""
     sums = np.cumsum(np.bincount(profile_bins(numbers), values))
     return {1 << j: total for j, total in enumerate(sums.tolist())}
 
 
 def row_bins(table: TokenTable, positions: str) -> np.ndarray:
-    """Bin of each row [N]: counted from the end of its response if `positions` is "last_k", else from the start."""
+    """Returns the rows' bins [N], counted from a response's end if `positions` is "last_k", else from its start."""
     return profile_bins(table.from_end if positions == "last_k" else table.from_start)

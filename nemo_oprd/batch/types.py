@@ -25,7 +25,7 @@ _NAMES = ("version", "start", "end")
 
 
 def span(version: int, tokens: int) -> np.ndarray:
-    """The spans of a response whose tokens all come from the same weights."""
+    """Returns the spans of a response whose tokens all come from the same weights."""
     return np.array([[version, 0, tokens]], np.int32)
 
 
@@ -35,12 +35,12 @@ def joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def token_versions(spans: np.ndarray) -> np.ndarray:
-    """int32 [tokens]: the version of every token."""
+    """Returns the version of every token, int32 [tokens]."""
     return np.repeat(spans[:, 0], spans[:, 2] - spans[:, 1])
 
 
 def problem(spans: np.ndarray, tokens: int) -> str | None:
-    """The fault of the spans of a response of `tokens` tokens, as "found; expected ..."; None: no fault."""
+    """Returns the fault of the spans of a response of `tokens` tokens, as "found; expected ..."; None: no fault."""
     if spans.ndim != 2 or spans.shape[1] != len(_NAMES) or (spans < 0).any():
         return "no spans of (version, start, end) from 0 on; expected such"
     versions, starts, ends = spans.T.tolist()
@@ -52,14 +52,14 @@ def problem(spans: np.ndarray, tokens: int) -> str | None:
 
 
 def as_json(spans: np.ndarray) -> dict[str, Any]:
-    """The fields of a JSON file of rollouts: `weight_versions`, and `weight_version` if there is only one version."""
+    """Returns the fields for a JSON file of rollouts: `weight_versions`, and `weight_version` if there is one span."""
     rows = spans.tolist()
     named: dict[str, Any] = {"weight_versions": [dict(zip(_NAMES, row, strict=True)) for row in rows]}
     return named if len(rows) != 1 else {"weight_version": rows[0][0], **named}
 
 
 def from_json(given: Any) -> np.ndarray | None:
-    """The spans of a field `weight_versions`; None if `given` is no such list."""
+    """Returns the spans of a field `weight_versions`; None if `given` is no such list."""
     rows: Sequence[Any] = given if isinstance(given, list) else [None]
     for row in rows:
         if not isinstance(row, dict) or {*row} != {*_NAMES}:
@@ -160,13 +160,13 @@ class Rollout:
         return np.ones(len(self.response_ids), np.bool_) if self.response_mask is None else self.response_mask
 
     def as_read_by_teacher(self) -> Rollout:
-        """The sequence that the teacher reads, as a rollout of prompt ids and response ids only."""
+        """Returns the sequence that the teacher reads, as a rollout of prompt ids and response ids only."""
         prompt = self.prompt_ids if self.teacher_prompt_ids is None else self.teacher_prompt_ids
         return Rollout(prompt, self.response_ids if self.teacher_response_ids is None else self.teacher_response_ids)
 
 
 def _frozen(values: np.ndarray | Sequence[float], dtype: type[np.generic], name: str) -> np.ndarray:
-    """A read-only, contiguous array [tokens] of `values`; a view if they are a contiguous array of this dtype."""
+    """Returns `values` as a read-only, contiguous array [tokens]; a view if they are such an array of this dtype."""
     given = np.asarray(values)
     kinds = "biuf" if dtype is np.float32 else "biu"
     if given.ndim != 1 or (given.dtype.kind not in kinds and given.size):

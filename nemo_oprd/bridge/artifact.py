@@ -69,7 +69,7 @@ def write_manifest(bridge: Bridge, directory: str | Path) -> None:
 def describe_tensors(
     directory: str | Path, student: ModelIdentity, teacher: ModelIdentity, capture: CapturePoint
 ) -> Bridge:
-    """A bridge from `bridge.safetensors` alone: names and shapes of the tensors give the layer pairs and the rank.
+    """Reads a bridge from `bridge.safetensors` alone: the tensors' names and shapes give the layer pairs and the rank.
 
     It serves tensors that another program made; `write_manifest(describe_tensors(...), directory)` turns them into an
     artifact. Errors as in `load_bridge`.
@@ -188,7 +188,7 @@ def checked_pairs(
     *,
     full_width: bool = False,
 ) -> dict[LayerPair, LayerBridge]:
-    """The maps of every pair, float32, from tensors by their names in the file.
+    """Checks tensors, by their names in the file; returns the maps of every pair, float32.
 
     Raises:
         ValueError: a tensor is missing, superfluous, of the wrong shape or not finite, or `pairs` or `rank` do not fit

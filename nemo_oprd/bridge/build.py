@@ -39,7 +39,7 @@ from nemo_oprd.runtime.messages import ANY_RANK, ON_STDOUT
 
 
 def error_curve(fit: PairFit) -> torch.Tensor:
-    """E(r) for r = 0..largest_rank, [largest_rank + 1]; a negative rho_i^2 counts as no signal.
+    """Returns E(r) for r = 0..largest_rank, [largest_rank + 1]; a negative rho_i^2 counts as no signal.
 
     `fit` must have all R = Dt coordinates, as `fit_ridge` gives; an AdamW fit has no sum over the discarded ones.
     """
@@ -52,23 +52,23 @@ def error_curve(fit: PairFit) -> torch.Tensor:
 
 
 def optimal_rank(fit: PairFit) -> int:
-    """r*, the smallest r >= 1 that minimises E(r)."""
+    """Returns r*, the smallest r >= 1 that minimises E(r)."""
     return 1 + int(error_curve(fit)[1:].argmin())
 
 
 def crossing_rank(fit: PairFit) -> int:
-    """The number of leading coordinates with rho_i^2 >= 1/2, which is the paper's criterion; it may be 0."""
+    """Returns the number of leading coordinates with rho_i^2 >= 1/2, which is the paper's criterion; it may be 0."""
     below = torch.nonzero(fit.rho2_R[: fit.largest_rank] < 0.5)
     return int(below[0]) if len(below) else fit.largest_rank
 
 
 def normalized_curve(fit: PairFit) -> torch.Tensor:
-    """E(r) / E_test||h_T - mu_T||^2 for r = 0..largest_rank."""
+    """Returns E(r) / E_test||h_T - mu_T||^2 for r = 0..largest_rank."""
     return error_curve(fit) / fit.signal_R.sum()
 
 
 def choose_rank(curves: Sequence[torch.Tensor]) -> int:
-    """The rank of `bridge.rank=auto`: the r >= 1 that minimises the mean over layers of E(r) / E_test||h_T - mu_T||^2.
+    """Returns the rank for `bridge.rank=auto`: the r >= 1 that minimises the mean of `normalized_curve` over layers.
 
     An artifact has one rank. Each layer's curve is in units of the layer's variance, so that the large norms of late
     layers do not decide alone; for one layer, or for layers that agree, the result is r*. A median of the layers' r*
@@ -80,12 +80,12 @@ def choose_rank(curves: Sequence[torch.Tensor]) -> int:
 
 
 def powers_of_two(largest: int) -> list[int]:
-    """1, 2, 4, .. up to `largest`."""
+    """Returns 1, 2, 4, .. up to `largest`."""
     return [2**k for k in range(largest.bit_length())]
 
 
 def mean_cosines(predicted_NR: torch.Tensor, target_NR: torch.Tensor, ranks: Sequence[int]) -> dict[int, float]:
-    """Rank r -> mean over rows of the cosine between the first r coordinates of both arguments."""
+    """Returns rank r -> mean over rows of the cosine between the first r coordinates of both arguments."""
     index_G = torch.tensor(ranks, device=predicted_NR.device) - 1
     dot_NG, predicted_NG, target_NG = (
         product_NR.cumsum(1)[:, index_G]
@@ -96,7 +96,7 @@ def mean_cosines(predicted_NR: torch.Tensor, target_NR: torch.Tensor, ranks: Seq
 
 
 def sampled_cosine(projection: Projection, statistics: PairStatistics, ranks: Sequence[int]) -> dict[int, float]:
-    """Rank -> mean cosine between P_S h_S + b and P_T (h_T - mu_T) on the sampled rows of the test part."""
+    """Returns rank -> mean cosine between P_S h_S + b and P_T (h_T - mu_T) on the sampled rows of the test part."""
     teacher_NDt, student_NDs = statistics.sampled(TEST)
     return mean_cosines(projection.student(student_NDs), projection.teacher(teacher_NDt), ranks)
 
@@ -104,7 +104,7 @@ def sampled_cosine(projection: Projection, statistics: PairStatistics, ranks: Se
 def layer_report(
     fit: PairFit, ridge: PairFit, statistics: PairStatistics, rank: int, *, baselines: bool, seed: int
 ) -> dict[str, Any]:
-    """The report of a layer pair in the artifact's manifest; keys are text, as in JSON.
+    """Returns the report of a layer pair in the artifact's manifest; keys are text, as in JSON.
 
     Args:
         fit: the fit that goes into the artifact, with `rank` coordinates or more.
@@ -128,7 +128,7 @@ def layer_report(
 def compare(
     fit: PairFit, statistics: PairStatistics, *, baselines: bool, seed: int = 0
 ) -> dict[str, dict[str, dict[int, float]]]:
-    """The fit and, with `baselines`, five baselines, at every power of two up to largest_rank, on the test part.
+    """Measures the fit and, with `baselines`, five baselines at each power of two up to largest_rank on the test part.
 
     Returns:
         Name -> {"cosine": {rank: mean cosine on the sampled rows}, "predicted": {rank: share of the teacher's whole
@@ -188,7 +188,7 @@ def _baselines(fit: PairFit, statistics: PairStatistics, seed: int) -> dict[str,
 
 
 def random_orthonormal(width: int, seed: int) -> torch.Tensor:
-    """[D, D] with orthonormal rows, float64, D = `width`; the same on every machine up to rounding."""
+    """Returns a matrix [D, D] with orthonormal rows, float64, D = `width`; the same on every machine up to rounding."""
     normal = torch.randn(width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return torch.linalg.qr(normal)[0].T.contiguous()
 

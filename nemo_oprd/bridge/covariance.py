@@ -173,7 +173,7 @@ class PairStatistics:
                 )
 
     def sampled(self, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sampled rows of a part, [N, Dt] and [N, Ds]; ValueError where there are none."""
+        """Returns the sampled rows of a part, [N, Dt] and [N, Ds]; raises ValueError if there are none."""
         teacher_NDt, student_NDs = self.reservoir.rows(part)
         if not len(teacher_NDt):
             raise ValueError(

@@ -49,16 +49,16 @@ class Projection:
     bias_R: torch.Tensor | None
 
     def teacher(self, teacher_NDt: torch.Tensor) -> torch.Tensor:
-        """P_T (h_T - mu_T): [N, Dt] -> [N, R], float64."""
+        """Returns P_T (h_T - mu_T): [N, Dt] -> [N, R], float64."""
         return (teacher_NDt.to(self.mean_Dt) - self.mean_Dt) @ self.basis_RDt.T
 
     def student(self, student_NDs: torch.Tensor) -> torch.Tensor:
-        """P_S h_S + b: [N, Ds] -> [N, R], float64."""
+        """Returns P_S h_S + b: [N, Ds] -> [N, R], float64."""
         projected_NR = student_NDs.to(self.mean_Dt) @ self.projector_RDs.T
         return projected_NR if self.bias_R is None else projected_NR + self.bias_R
 
     def head(self, rank: int) -> Projection:
-        """The projection on the first `rank` coordinates."""
+        """Returns the projection on the first `rank` coordinates."""
         bias = None if self.bias_R is None else self.bias_R[:rank]
         return replace(self, basis_RDt=self.basis_RDt[:rank], projector_RDs=self.projector_RDs[:rank], bias_R=bias)
 
@@ -102,7 +102,7 @@ class PairFit:
             )
 
     def bridge(self, rank: int) -> LayerBridge:
-        """The maps of this pair in the artifact: R = `rank`, float32, on the CPU; errors as in `check_rank`."""
+        """Returns the maps of this pair in the artifact: R = `rank`, float32, on the CPU; errors as in `check_rank`."""
         self.check_rank(rank)
         head = self.projection.head(rank)
 
@@ -113,7 +113,7 @@ class PairFit:
         return LayerBridge(plain(head.mean_Dt), plain(head.basis_RDt), plain(head.projector_RDs), bias_R)
 
     def report(self, rank: int) -> dict[str, Any]:
-        """The fit's part of the pair's report in the manifest: plain numbers, for the first `rank` coordinates."""
+        """Returns the fit's part of the pair's report in the manifest: numbers for the first `rank` coordinates."""
         total = float(self.eigenvalues_Dt.sum())
         return {
             "rows": dict(zip(PARTS, self.rows, strict=True)),
@@ -176,7 +176,7 @@ def fit_ridge(statistics: PairStatistics, *, center_student: bool = False) -> Pa
 
 
 def principal_directions(sigma_DD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues [D] of a covariance, descending and clamped at 0, and its eigenvectors as rows [D, D].
+    """Returns eigenvalues [D] of a covariance, descending and clamped at 0, and its eigenvectors as rows [D, D].
 
     The entry of largest magnitude of each eigenvector is made positive, which fixes the sign.
     """
@@ -194,7 +194,7 @@ def evaluated(
     penalty_R: torch.Tensor | None,
     center_student: bool,
 ) -> PairFit:
-    """The `PairFit` of a projection, with its errors on the test part."""
+    """Returns the `PairFit` of a projection, with its errors on the test part."""
     signal_R, error_R = projection_error(statistics.moments[TEST], projection)
     train, selection, test = (moments.count for moments in statistics.moments)
     rows = train, selection, test
@@ -211,7 +211,7 @@ def evaluated(
 
 
 def projection_error(moments: Moments, projection: Projection) -> tuple[torch.Tensor, torch.Tensor]:
-    """The means of z_i^2 [R] and of the squared error of its prediction [R] over all rows of `moments`, exactly."""
+    """Returns the exact means of z_i^2 [R] and of its squared prediction error [R] over all rows of `moments`."""
     second = _CentredMoments.from_moments(moments, projection.mean_Dt, projection.basis_RDt, None)
     at_mean_R = projection.student(moments.mean_Ds[None])[0]
     return second.signal(), second.error(projection.projector_RDs, at_mean_R)
@@ -244,7 +244,7 @@ class _CentredMoments:
         return self.variance_R.clamp_min(0) + self.mean_R.square()
 
     def error(self, projector_RDs: torch.Tensor, at_mean_R: torch.Tensor) -> torch.Tensor:
-        """[R] mean squared error of a prediction whose value at the mean student state is `at_mean_R`."""
+        """Returns the mean squared error [R] of a prediction whose value at the mean student state is `at_mean_R`."""
         quadratic_R = ((projector_RDs @ self.student_DsDs) * projector_RDs).sum(1)
         varying_R = self.variance_R - 2 * (projector_RDs * self.cross_RDs).sum(1) + quadratic_R
         return varying_R.clamp_min(0) + (at_mean_R - self.mean_R).square()

@@ -48,7 +48,7 @@ class LayerBridge:
     student_bias: torch.Tensor | None = None  # [R], or None for a bridge without bias
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The maps that are not None, by their name in the file."""
+        """Returns the maps that are not None, by their name in the file."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -78,11 +78,11 @@ class Bridge:
         return all(maps.teacher_basis is None for maps in self.pairs.values())
 
     def for_layer(self, layer: int) -> LayerBridge:
-        """The maps of a student layer."""
+        """Returns the maps of a student layer."""
         return self.pairs[LayerPair(layer, self.layers[layer])]
 
     def project_teacher(self, layer: int, teacher_NDt: torch.Tensor) -> torch.Tensor:
-        """P_T (h_T - mu_T) for student layer `layer`: [N, Dt] -> [N, R]; float64 for float64 states, else float32."""
+        """Returns P_T (h_T - mu_T) for a student layer: [N, Dt] -> [N, R]; float64 for float64 states, else float32."""
         at = self.for_layer(layer)
         teacher_NDt = _at_least_float32(teacher_NDt)
         if at.teacher_mean is None or at.teacher_basis is None:
@@ -90,13 +90,13 @@ class Bridge:
         return (teacher_NDt - at.teacher_mean.to(teacher_NDt)) @ at.teacher_basis.to(teacher_NDt).T
 
     def project_student(self, layer: int, student_NDs: torch.Tensor) -> torch.Tensor:
-        """P_S h_S + b: [N, Ds] -> [N, R], differentiable in h_S, with the dtypes of `project_teacher`."""
+        """Returns P_S h_S + b: [N, Ds] -> [N, R], differentiable in h_S, with the dtypes of `project_teacher`."""
         at = self.for_layer(layer)
         assert at.student_projector is not None, "the projector was not drawn yet"
         return apply_projector(at.student_projector, at.student_bias, student_NDs)
 
     def to(self, device: torch.device | str, *, student: bool = True) -> Bridge:
-        """The same bridge with its tensors on `device`; without `student`, only the teacher's maps are moved."""
+        """Returns the bridge with its tensors on `device`; without `student`, only the teacher's maps are moved."""
         pairs = {}
         for pair, maps in self.pairs.items():
             moved = {n: t.to(device) for n, t in maps.tensors().items() if student or n.startswith("teacher")}
@@ -104,7 +104,7 @@ class Bridge:
         return replace(self, pairs=pairs)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its name in the file, such as "s2.t3.teacher_basis"."""
+        """Returns every tensor by its name in the file, such as "s2.t3.teacher_basis"."""
         return {
             f"{pair.key}.{name}": value
             for pair, maps in sorted(self.pairs.items())
@@ -113,7 +113,7 @@ class Bridge:
 
 
 def apply_projector(projector: torch.Tensor, bias: torch.Tensor | None, student_NDs: torch.Tensor) -> torch.Tensor:
-    """P_S h_S + b from P_S [R, Ds], b [R] or None and h_S [N, Ds]: [N, R], differentiable in all three."""
+    """Returns P_S h_S + b from P_S [R, Ds], b [R] or None and h_S [N, Ds]: [N, R], differentiable in all three."""
     student_NDs = _at_least_float32(student_NDs)
     projected_NR = student_NDs @ projector.to(student_NDs).T
     return projected_NR if bias is None else projected_NR + bias.to(student_NDs)
@@ -137,13 +137,13 @@ _STREAM = 0x57
 def full_width_bridge(
     layers: Mapping[int, int], student: ModelIdentity, teacher: ModelIdentity, capture: CapturePoint
 ) -> Bridge:
-    """The bridge between `layers` (student layer -> teacher layer), without tensors yet; its rank is Dt."""
+    """Returns the bridge between `layers` (student layer -> teacher layer), without tensors yet; its rank is Dt."""
     pairs = {LayerPair(*pair): LayerBridge() for pair in sorted(layers.items())}
     return Bridge(teacher.hidden_size, pairs, student, teacher, capture)
 
 
 def draw_projector(seed: int, student_layer: int, teacher_width: int, student_width: int) -> torch.Tensor:
-    """The initial W of a layer: float32 [Dt, Ds] from N(0, 1 / Ds), so that W h_S has about the RMS value of h_S.
+    """Draws the initial W of a layer: float32 [Dt, Ds] from N(0, 1 / Ds), so that W h_S has about the RMS value of h_S.
 
     The result depends on the arguments only, so it is the same on every rank and at every layout.
     """

@@ -23,7 +23,7 @@ _INCREMENT, _MIX_1, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF584
 
 
 def hash_ids(seed: int, *ids_N: np.ndarray) -> np.ndarray:
-    """A uint64 hash [N] of the seed and one or more columns of integer ids [N], the same on every machine."""
+    """Returns a uint64 hash [N] of the seed and one or more columns of integer ids [N], the same on every machine."""
     state_N = np.full(len(ids_N[0]), seed & (2**64 - 1), dtype=np.uint64)
     for column_N in ids_N:
         z = (state_N ^ np.asarray(column_N, dtype=np.int64).view(np.uint64)) + _INCREMENT
@@ -34,7 +34,7 @@ def hash_ids(seed: int, *ids_N: np.ndarray) -> np.ndarray:
 
 
 def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> dict[int, int]:
-    """Response id -> TRAIN, SELECTION or TEST, for distinct ids in any order.
+    """Returns response id -> TRAIN, SELECTION or TEST, for distinct ids in any order.
 
     Responses are ordered by a hash of (seed, id). The first share `held_out` of them (rounded, at least one) is the
     test part, an equal number after them the selection part, and the rest is for training. Responses are not divided,
@@ -65,7 +65,7 @@ def assign_parts(responses: Iterable[int], held_out: float, seed: int = 0) -> di
 
 
 def communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The device that a collective of `group` needs its tensors on."""
+    """Returns the device that a collective of `group` needs its tensors on."""
     return (
         torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
     )
@@ -150,7 +150,7 @@ class Reservoir:
         self._keys_4N = all_5N[:4, keep]
 
     def rows(self, part: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Teacher [N, Dt] and student [N, Ds] rows of one part (None: of all parts), in ascending order of hash."""
+        """Returns teacher [N, Dt] and student [N, Ds] rows of a part (None: all parts), in ascending order of hash."""
         order = _smallest(self._keys_4N, len(self))
         if part is not None:
             order = order[self._keys_4N[3, order] == part]
@@ -159,7 +159,7 @@ class Reservoir:
 
 
 def _smallest(keys_4N: np.ndarray, count: int) -> np.ndarray:
-    """The columns with the `count` smallest (hash, response, token), ascending; ValueError if two are the same row."""
+    """Returns the columns of the `count` smallest (hash, response, token), ascending; ValueError if a row repeats."""
     hash_N = np.ascontiguousarray(keys_4N[0]).view(np.uint64)
     order = np.lexsort((keys_4N[2], keys_4N[1], hash_N))
     ordered_3N = keys_4N[:3, order]

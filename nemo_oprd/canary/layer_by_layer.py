@@ -1,11 +1,11 @@
 """A transformers model that holds its decoder layers in memory one at a time, and the process that runs it.
 
-`from_pretrained` does everything as usual, including the conversion of tensors whose names or shapes differ between
-checkpoint and model, except that the layers' tensors stay in their files, and that quantised ones are dequantised as
-for training (`megatron/weights/dequantize.py`): transformers would not round them to bfloat16. Each prompt has a thread
-that runs the model's own forward. Before a layer the threads wait for each other; when all have arrived, the previous
-layer is dropped and this one is loaded. So the code assumes nothing about a layer's inputs and outputs. One thread
-computes at a time.
+`from_pretrained` loads the model as usual, with the conversion of tensors whose names or shapes differ between
+checkpoint and model. Two things differ: the layers' tensors stay in their files, and quantised tensors are dequantised
+as for training (`megatron/weights/dequantize.py`), because transformers would not round them to bfloat16. Each prompt
+has a thread that runs the model's own forward. Before a layer the threads wait for each other; when all have arrived,
+the previous layer is dropped and this one is loaded. So the code assumes nothing about a layer's inputs and outputs.
+One thread computes at a time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def layered_states(directory: Path, prompts: list[list[int]], dtype: str, *, hea
     """Does the work of `reference.reference_states` in this process.
 
     Raises:
-        ValueError: transformers is too old, the model has no single list of decoder layers, tensors are missing, or
-            transformers does not return the state of every layer.
+        ValueError: transformers has no such model, the model has no single list of decoder layers, tensors are
+            missing, or transformers does not return the state of every layer.
     """
     model = _load(directory, getattr(torch, dtype), head=head)
     turns = _Turns(len(prompts), model.layered)
@@ -102,7 +102,7 @@ class _Turns:
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    """Bytes of the parameters that are in memory."""
+    """Returns the bytes of the parameters that are in memory."""
     return sum(p.nbytes for p in model.parameters() if not p.is_meta)
 
 

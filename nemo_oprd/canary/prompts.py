@@ -85,7 +85,7 @@ def _file(key: str) -> Path:
     return cache_directory() / _FOLDER / f"{key}.json"
 
 
-# lengths of the short prompts: one token, which attends to itself only, and lengths that no power of two divides
+# lengths of the short prompts: one token, which attends to itself only, and lengths that are mostly no powers of two
 LENGTHS = (7, 33, 1, 64, 18)
 # tokens of the longest prompt beyond the window and the chunk; without either, the prompt has `_SHORTEST_LONG` tokens
 BEYOND = 37

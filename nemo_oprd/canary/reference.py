@@ -88,7 +88,7 @@ class ReferenceStates:
 
 
 def why_unavailable() -> str | None:
-    """Says why there is no reference here, whatever the model; None if there is one."""
+    """Returns why no reference can be computed here, whatever the model; None if one can."""
     version = metadata.version("transformers")
     if int(version.partition(".")[0]) >= _FIRST_TRANSFORMERS:
         return None

@@ -39,7 +39,7 @@ def hint(
     window: int | None,
     chunk: int,
 ) -> str:
-    """Describes the first wrong `layer`: which pattern its wrong rows show.
+    """Returns a hint at the cause: the pattern that the wrong rows of the first wrong `layer` show.
 
     Args:
         wrong: per prompt, the layer's wrong rows.
@@ -61,7 +61,7 @@ def hint(
 
 
 def _other_state(layer: int, states: list[torch.Tensor], reference: ReferenceStates, allowed: float) -> str | None:
-    """Says which other state of transformers these states equal; None if they equal no other."""
+    """Returns which other state of transformers these states equal; None if they equal no other."""
     depth = reference.depth
     if layer == depth and _same(states, reference.before_norm, allowed):
         return "it is the state before the final norm"
@@ -82,7 +82,7 @@ def _same(states: list[torch.Tensor], other: list[torch.Tensor], allowed: float)
 
 
 def _scaled_channels(states: list[torch.Tensor], reference: list[torch.Tensor]) -> bool:
-    """Whether one factor per channel explains nine tenths of the difference between states and reference."""
+    """Returns whether one factor per channel explains nine tenths of the difference between states and reference."""
     a, b = torch.cat(states).double(), torch.cat(reference).double()
     factors = (a * b).sum(dim=0) / b.square().sum(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
     return bool((a - b * factors).norm() < 0.1 * (a - b).norm()) and len(a) > 1
@@ -123,7 +123,7 @@ OWN_DEVIATIONS = 1.5
 # bound as a multiple of float32's worst row; a model with routers, whose worst row deviates by 1.5e-5, reached 1.7
 OWN_FLOAT32_ROWS = 3.0
 OWN_WORST_ROWS, _MANY_ROWS = 4.0, 16
-# transformers' states in another precision: "float64" or "bfloat16"
+# returns transformers' states in a precision: "float32", "bfloat16" or "float64"
 Measure = Callable[[str], ReferenceStates]
 
 
@@ -393,7 +393,7 @@ def prove_head(found: list[torch.Tensor], family: str, *, dtype: str, measure: M
         found: per prompt [n, 2]: the log-probability of the next token and the entropy of each of its `head_rows`.
         family: the model's type, for messages.
         dtype: the engine's precision: "float32" or "bfloat16".
-        measure: returns transformers' numbers in a precision.
+        measure: returns transformers' results in a precision, with `heads`.
 
     Raises:
         ValueError: in float32 a number deviates by more than 1e-3, in bfloat16 the median by more than 1.5 times that

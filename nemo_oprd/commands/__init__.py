@@ -1,1 +1,1 @@
-"""The commands that train, sample, measure and prepare: one file each, with the options. Other packages do the work."""
+"""The commands that train, sample, measure and prepare: one file each, with its options. Other packages do the work."""

@@ -1,4 +1,4 @@
-"""`fit-bridge`: stage 1 of OPRD-Bridge, fits the projectors between models of different shape (docs/bridge.md)."""
+"""`fit-bridge`: fits the projectors between models of different shape, stage 1 of OPRD-Bridge (docs/bridge.md)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from nemo_oprd.commands.options import add_config, config_of
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.resolve import resolve_model, resolve_served, servers_ids
 from nemo_oprd.runtime.gpus import check_promise
-from nemo_oprd.runtime.signals import JOB_SIGNALS
+from nemo_oprd.runtime.signals import END_SIGNALS, JOB_SIGNALS
 from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, student_arguments
 from nemo_oprd.vllm.server import server_command, server_environment
 from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE, read_tokens
@@ -123,7 +123,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
         }
         process = guard.start(command, folder.path, JOB_SIGNALS, env=environment)
         assert process.stdin is not None
-        for number in JOB_SIGNALS:
+        for number in END_SIGNALS:
             signal.signal(number, lambda *_: process.stdin and process.stdin.close())
         process.wait()
         was_asked = process.stdin.closed

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
 
-from nemo_oprd.config.types import NAMES_A_FILE, Resume, Rule
+from nemo_oprd.config.types import NAMES_A_FILE, ResumeRule, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _hints(group: type) -> dict[str, tuple[Any, Rule | None]]:
 
 def _without_rule(hint: Any) -> tuple[Any, Rule | None]:
     plain, *metadata = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    rule = next((each.rule for each in metadata if isinstance(each, Resume)), None)
-    others = [each for each in metadata if not isinstance(each, Resume)]
+    rule = next((each.rule for each in metadata if isinstance(each, ResumeRule)), None)
+    others = [each for each in metadata if not isinstance(each, ResumeRule)]
     return (Annotated[(plain, *others)] if others else plain), rule
 
 

@@ -218,7 +218,7 @@ def _not_composed(name: str, error: Exception) -> ValueError:
 
 
 def _check_number(key: str, merged: Any) -> None:
-    """Raises ValueError for a key of a teacher that is not in the list."""
+    """Raises ValueError if a key below `teachers` does not begin with the number of one of them."""
     names = key.split(".")
     number = int(names[1]) if names[0] == "teachers" and names[1:] and names[1].isdecimal() else None
     if len(names) > 1 and names[0] == "teachers" and (number is None or number >= len(merged.teachers)):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from nemo_oprd.models import ModelSpec
 
-# Bytes of all rows of the layers whose targets are exchanged at the same time. Every rank knows this number, so that
-# all of them make the same messages; more layers to a message means fewer messages.
+# The most bytes of targets, of all rows, that ranks exchange at a time; one layer's may be more. All ranks use the same
+# number, so that they send the same messages. More layers per message means fewer messages.
 LAYERS_AT_A_TIME_BYTES = 1 << 28
 # The share of a GPU's free memory that targets may take with `teacher.resident_microbatches=auto`, twice while they are
 # sent; the rest is for activations and logits.
 TARGET_SHARE = 0.25
-# The share of a GPU's free memory of the in-process engine's KV cache with `rollout.max_cache_tokens=auto`. The rest is
-# for what decoding needs besides: activations of the prompts, logits in float64 and their sorted copies, and the copies
+# The share of a GPU's free memory that the in-process engine's KV cache takes with `rollout.max_cache_tokens=auto`. The
+# rest is for decoding: activations of the prompts, logits in float64 and their sorted copies, and the copies
 # of one layer's keys and values when finished sequences leave.
 CACHE_SHARE = 0.7
-# The queries of each sequence whose scores are in memory at a time in attention with soft-capped scores.
+# The number of queries per sequence whose scores are in memory at a time, in attention with soft-capped scores.
 CAPPED_QUERIES = 512
-# The tokens of a forward pass of the in-process engine where it has no cache, with `rollout.max_cache_tokens=auto`.
+# The number of tokens in a forward pass of an in-process engine without cache, with `rollout.max_cache_tokens=auto`.
 UNCACHED_TOKENS = 16384
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# The rollout engines by name, with the data of a response that each one records: a configuration depends on these.
+# The rollout engines by name, and the data of a response that each one records; `checks.py` reads this table.
 #
-# The engines themselves are in `run/engine_kinds.py`, which builds on this package.
+# The engines themselves are in `run/engine_kinds.py`, which imports this package.
 
 EngineName = Literal["megatron", "vllm"]
 

@@ -15,7 +15,7 @@ Rule = Literal["free", "learned", "fixed"]
 
 
 @dataclass(frozen=True)
-class Resume:
+class ResumeRule:
     """The rule for resumed runs; annotates a key, or a group for those of its keys without a rule of their own."""
 
     rule: Rule
@@ -23,11 +23,11 @@ class Resume:
 
 T = TypeVar("T")
 # no effect on the training result (layout, logging, saving, evaluation, memory): a run may change it at any start
-Free = Annotated[T, Resume("free")]
+Free = Annotated[T, ResumeRule("free")]
 # changes the training result: needs permission (`train.allow_changes`)
-Learned = Annotated[T, Resume("learned")]
+Learned = Annotated[T, ResumeRule("learned")]
 # no checkpoint can be continued with another value
-Fixed = Annotated[T, Resume("fixed")]
+Fixed = Annotated[T, ResumeRule("fixed")]
 
 # No unknown keys; no "1" for 1 and no true for 1, but an integer for a number; neither NaN nor infinity.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

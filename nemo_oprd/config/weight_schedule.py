@@ -65,10 +65,10 @@ def weight_at(weight: Weight, step: int) -> float:
 
 
 def largest(weight: Weight) -> float:
-    """Returns the largest weight in a schedule, starts of stages included; no step has more."""
+    """Returns the largest weight in a schedule, starts of stages included; no update has a larger one."""
     return max(max(stage.weight, stage.start or 0.0) for stage in weight) if isinstance(weight, list) else weight
 
 
 def vanishes(weight: Weight) -> bool:
-    """Returns whether a term has no weight in some steps."""
+    """Returns whether a term has the weight 0 in some updates."""
     return any(stage.weight == 0 for stage in weight) if isinstance(weight, list) else weight == 0

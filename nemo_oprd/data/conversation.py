@@ -46,7 +46,7 @@ _OBJECTS = re.compile(r"""\s*(?:\[\s*)?\{\s*["'}]""")
 
 
 def read_conversation(row: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-    """Returns (messages, at least one; tools) of a row.
+    """Returns a row's messages (at least one) and its tools.
 
     NeMo Gym's `responses_create_params` takes precedence over other fields, because its model server receives it.
 

@@ -137,7 +137,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The keys of `data` with these names, and the training files; if they are `weighted`, each needs a prompt."""
+    """The settings of `data` with these names, and the training `files`; `weighted`: each must keep a prompt."""
 
     files: tuple[str, ...]
     weighted: bool = False

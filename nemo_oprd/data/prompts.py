@@ -96,11 +96,11 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     A row holds a conversation (`conversation.py`), or a plain text that becomes one user message. The answer is
     `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer, or
     one that is a list or an object, is None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in
-    `extra_info`, describe the problem; ids of the MATH data set hold its subject. Other fields are ignored.
+    `extra_info`, describe the problem; ids of MATH hold its subject. Other fields, outside `UNREAD`, are ignored.
 
     Raises:
         ValueError: the file is missing, empty, unreadable or has an unknown extension, or a row has none of the known
-            shapes; the message names the file, the line (JSONL, from 1) or row (parquet, from 0) and the fix.
+            shapes, or content in `UNREAD`; the message names file, line (from 1) or parquet row (from 0), and fix.
     """
     path = Path(path)
     if not path.is_file():

@@ -25,8 +25,8 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9ff
 # a request for the answer in a box that is still empty
 _EMPTY_BOX = re.compile(r"\\boxed\{\s*\}")
 _SENTENCE_END = re.compile(r"""[.!?:]["')\]]*$""")
-# An instruction that a whole file shares has at least so many words, and so large a share of the prompts has it. Fewer
-# words can be the beginning of the problems themselves ("What is ...").
+# A file's shared instruction has at least this many words, and at least this share of the prompts has it. Fewer words
+# can be the beginning of the problems themselves ("What is ...").
 INSTRUCTION_WORDS, INSTRUCTION_SHARE = 5, 0.5
 
 
@@ -125,7 +125,7 @@ def without_instructions(texts: Sequence[str]) -> list[str]:
 
 
 def _whole_sentences_at_the_beginning(words: list[str]) -> list[str]:
-    """Returns `words` up to the end of the last sentence; the rest begins the problems ("... step. What is")."""
+    """Returns `words` up to the last sentence's end, if any; the rest begins the problems ("... step. What is")."""
     ends = [number for number, word in enumerate(words, 1) if _SENTENCE_END.search(word)]
     return words[: ends[-1]] if ends else words
 

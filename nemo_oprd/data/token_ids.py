@@ -17,8 +17,8 @@ class TokenIds:
     """The ids below `limit`, except those in `gaps`.
 
     Attributes:
-        gaps: (first id, end) of each run of ids below `limit` that are left out, ascending. The last id below `limit`
-            is none of them.
+        gaps: (first id, end) of each run of ids below `limit` that are left out, ascending. Id `limit` - 1 is in
+            none of them.
 
     >>> TokenIds.of([0, 1, 2, 6, 7], 10)
     TokenIds(limit=8, gaps=((3, 6),))

@@ -43,7 +43,7 @@ class GapFactors:
                 self.gaps[key] = self.decay * self.gaps.get(key, gap) + (1 - self.decay) * gap
 
     def factor(self, key: int) -> float:
-        """The factor of a key; 1 for a key without a measurement.
+        """Returns the factor of a key; 1 for a key without a measurement.
 
         >>> factors = GapFactors(0.5)
         >>> factors.update({1: 0.1, 2: 0.3})
@@ -70,12 +70,12 @@ class AdaptiveWeights:
         self._factors = {kind: GapFactors(adaptive.decay) for kind in _KINDS if getattr(adaptive, kind)}
 
     def layer_weights(self, weights: dict[int, float]) -> dict[int, float]:
-        """Layer -> its configured weight times its factor."""
+        """Returns each layer's configured weight times its factor."""
         factors = self._factors.get("layers")
         return {layer: w * (factors.factor(layer) if factors else 1.0) for layer, w in weights.items()}
 
     def position_factors(self) -> np.ndarray | None:
-        """Factors of the rows' weights by position bin [PROFILE_BINS]; None if positions are not adapted."""
+        """Returns the factors of row weights by position bin [PROFILE_BINS]; None if positions are not adapted."""
         factors = self._factors.get("positions")
         return None if factors is None else np.array([factors.factor(j) for j in range(PROFILE_BINS)])
 
@@ -86,7 +86,7 @@ class AdaptiveWeights:
             factors.update(gaps[kind])
 
     def metrics(self, weights: dict[int, float], batch: BatchPlan) -> dict[str, float]:
-        """The factors by their names in metrics.jsonl: layer weights with a mean of 1, factors of position bins.
+        """Returns the factors by metric name: layer weights with a mean of 1, and factors of position bins.
 
         `weights` are those of the layers in this update, with their factors.
         """
@@ -100,7 +100,7 @@ class AdaptiveWeights:
         return named
 
     def state(self) -> dict[str, dict[int, float]]:
-        """The averaged gaps, by kind and key."""
+        """Returns the averaged gaps, by kind and key."""
         return {kind: factors.gaps for kind, factors in self._factors.items()}
 
     def restore(self, state: dict[str, dict[str, float]]) -> None:

@@ -22,13 +22,13 @@ from nemo_oprd.distillation.student import Student
 from nemo_oprd.distillation.teacher import Teacher
 from nemo_oprd.megatron.parallel import Role, device, free_bytes
 
-# `teacher.resident_microbatches`: the number of microbatches whose targets are in memory; `auto` asks the memory.
+# `teacher.resident_microbatches`: how many microbatches' targets are in memory; `auto` measures the free memory.
 
 
 def resident_microbatches(
     setting: Literal["auto"] | int | None, plan: StepPlan, objective: StepObjective, student: Role, dtype: torch.dtype
 ) -> int | None:
-    """The number of microbatches per group; None: all. With `auto` every rank of the world must call this.
+    """Returns the number of microbatches per group; None: all. With `auto` every rank of the world must call this.
 
     `setting` is `teacher.resident_microbatches`, `plan` the batch, planned for the student.
     """
@@ -42,7 +42,7 @@ def resident_microbatches(
 
 
 def bytes_per_microbatch(plan: StepPlan, objective: StepObjective, student: Role, dtype: torch.dtype) -> int:
-    """Upper bound of the bytes of targets for one microbatch of this rank; 0 on ranks outside the student's role."""
+    """Returns an upper bound of the bytes of targets per microbatch of this rank; 0 outside the student's role."""
     coords, run = student.coords, objective.run
     if coords is None:
         return 0
@@ -76,7 +76,7 @@ class Distiller:
             teacher.close()
 
     def objective_of(self, step: int | None, *, watch: bool = True) -> StepObjective:
-        """The objective of one update.
+        """Returns the objective of one update.
 
         Args:
             step: number of updates before this one; None: every loss at its largest weight (the gradient check).
@@ -106,7 +106,7 @@ class Distiller:
         return StepBatch(rollouts, objective, plan, plan.microbatch_groups(at_a_time))
 
     def plan(self, rollouts: list[Rollout], objective: StepObjective) -> StepPlan:
-        """The batch packed for the student, without the tokens that no supervised row depends on.
+        """Returns the batch packed for the student, without the tokens that no supervised row depends on.
 
         Every rank makes the same plan, except that row weights by position (`loss.representation.adaptive.positions`)
         are known on the student's ranks only: no other rank reads row weights.
@@ -120,11 +120,11 @@ class Distiller:
         return StepPlan.build(hidden, output, len(rollouts), self.student.role.layout, budget, taught_by)
 
     def taught_by(self, rollouts: Sequence[Rollout]) -> list[int]:
-        """The number of each rollout's teacher."""
+        """Returns the number of each rollout's teacher."""
         return self.routing.teachers_of([rollout.data_source for rollout in rollouts])
 
     def targets(self, batch: StepBatch, group: StepPlan) -> dict[int, TeacherTargets]:
-        """Teacher's number -> its targets for the rows of `group` that this rank needs. Every rank calls this.
+        """Returns teacher number -> its targets for the rows of `group` that this rank needs. Every rank calls this.
 
         The teachers run one after the other, each on its own responses. Teachers without rows in the group are absent.
         """

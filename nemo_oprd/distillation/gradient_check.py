@@ -36,7 +36,7 @@ def check_gradients(distiller: Distiller, accumulate: Callable[..., StepResult])
 
 
 def _random_rollouts(distiller: Distiller) -> list[Rollout]:
-    """Two short rollouts per teacher for every data-parallel rank of the student."""
+    """Returns two short rollouts per teacher for every data-parallel rank of the student."""
     config, objective = distiller.config, distiller.objective
     draw = np.random.default_rng(config.seed)
     shared = TokenIds(objective.student.vocab_size) if objective.sampled is None else objective.sampled

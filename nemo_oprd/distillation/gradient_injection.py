@@ -26,7 +26,7 @@ Parameters = Sequence[torch.nn.Parameter]
 
 
 def row_chunks(n: int) -> Iterator[slice]:
-    """Slices that cover 0..n in chunks of `ROW_CHUNK`."""
+    """Returns slices that cover 0..n in chunks of `ROW_CHUNK`."""
     return (slice(start, min(start + ROW_CHUNK, n)) for start in range(0, n, ROW_CHUNK))
 
 

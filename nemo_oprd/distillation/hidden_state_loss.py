@@ -71,7 +71,7 @@ LAYER_SUMS = (*_MEASURED, "squared_gradient", "injections")
 
 
 def ratio(part: float, whole: float) -> float:
-    """part / whole, or 0 for a whole of 0."""
+    """Returns part / whole, or 0 for a whole of 0."""
     return part / whole if whole else 0.0
 
 
@@ -179,13 +179,13 @@ class HiddenStateLoss:
                 profile.scatter_add_(1, target.bins[:, chunk], cosine.expand(2, -1))
 
     def _sum(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
-        """The sum `name` on the device of `like`; zeros at first."""
+        """Returns the sum `name` on the device of `like`; zeros at first."""
         if name not in self.sums:
             self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=like.device)
         return self.sums[name]
 
     def _sums_of_layer(self, layer: int, like: torch.Tensor) -> torch.Tensor:
-        """The sums of `layer`, [len(LAYER_SUMS)]: a view of the sum "layers"."""
+        """Returns the sums of `layer`, [len(LAYER_SUMS)]: a view of the sum "layers"."""
         return self._sum("layers", like, len(self.layers), len(LAYER_SUMS))[self.layers.index(layer)]
 
 
@@ -193,20 +193,20 @@ LayerSums: TypeAlias = dict[int, dict[str, float]]
 
 
 def layer_sums(sums_LC: torch.Tensor, layers: Sequence[int]) -> LayerSums:
-    """Layer -> its sums `LAYER_SUMS` by name, from [layers, len(LAYER_SUMS)] on the CPU."""
+    """Returns layer -> its sums `LAYER_SUMS` by name, from [layers, len(LAYER_SUMS)] on the CPU."""
     rows = zip(layers, sums_LC.tolist(), strict=True)
     return {layer: dict(zip(LAYER_SUMS, row, strict=True)) for layer, row in rows}
 
 
 def mean_loss(sums: LayerSums, weights: Mapping[int, float]) -> float:
-    """The representation loss: the mean of the layers' losses with the layers' weights; 0 without layers."""
+    """Returns the representation loss: the mean of the layers' losses with the layers' weights; 0 without layers."""
     return sum(weights[layer] * found["loss"] for layer, found in sums.items()) / (sum(weights.values()) or 1.0)
 
 
 def hidden_state_metrics(
     sums: LayerSums, profile: torch.Tensor, weights: Mapping[int, float], table: TokenTable, positions: str
 ) -> dict[str, float]:
-    """The metrics of the representation loss by their names in metrics.jsonl; empty without supervised layers.
+    """Returns the metrics of the representation loss by their names in metrics.jsonl; empty without supervised layers.
 
     `rep/cosine_first_k/K` and `rep/cosine_last_k/K` are mean cosines of the deepest supervised layer over the first
     (last) K tokens of every response (the paper's position figure); `positions` "all" gives both, others their own.
@@ -238,7 +238,7 @@ def hidden_state_metrics(
 
 
 def position_gap(profile: torch.Tensor, table: TokenTable, positions: str) -> dict[int, float]:
-    """Profile bin (`row_bins`) -> 1 - mean cosine of the deepest supervised layer, for the bins that have rows.
+    """Returns profile bin (`row_bins`) -> 1 - mean cosine of the deepest supervised layer, for the bins that have rows.
 
     The arguments are those of `hidden_state_metrics`.
     """
@@ -248,7 +248,7 @@ def position_gap(profile: torch.Tensor, table: TokenTable, positions: str) -> di
 
 
 def _cumulative(cosine_sums: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
-    """k = 1, 2, 4, ... -> mean over the rows with a 0-based number below k, up to the first k that covers all."""
+    """Returns k = 1, 2, 4, ... -> mean over rows with a 0-based number below k, up to the first k that covers all."""
     bins = profile_bins(numbers)
     counts = np.bincount(bins, minlength=PROFILE_BINS)
     means = np.cumsum(cosine_sums) / np.maximum(1, np.cumsum(counts))

@@ -53,7 +53,7 @@ class OutputTerm:
 
     @staticmethod
     def build(config: Config) -> OutputTerm | None:
-        """The configured output loss at its largest weight; None if the configuration has none."""
+        """Returns the configured output loss at its largest weight; None if the configuration has none."""
         output = config.loss.output
         if output.is_off:
             return None
@@ -74,7 +74,7 @@ class OutputTerm:
         return self.drawn_rows > 0
 
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
-        """One row per response token with mask 1, at the position that predicts it; only drawn rows if `only_watched`.
+        """Returns a row per response token with mask 1, at the position that predicts it; drawn rows if `only_watched`.
 
         Errors as in `make_rows`; ValueError also if a response lacks the log-probabilities that a correction needs.
         """
@@ -130,7 +130,7 @@ class Objective:
 
     Attributes:
         positions, k, position, aggregation: the supervised rows and their weights, see `make_rows`.
-        weights: of the representation loss and of the output loss.
+        weights: those of the representation loss and of the output loss.
         router_weights: of the load-balancing loss and of the z-loss of the student's routers (`router_losses.py`).
     """
 
@@ -161,7 +161,7 @@ class Objective:
         *,
         fitting: bool = False,
     ) -> Objective:
-        """The losses that the configuration describes, for these models.
+        """Returns the losses that the configuration describes, for these models.
 
         Args:
             teachers: one per entry of `config.teacher_sources`, with its pairs: student layer -> teacher layer.
@@ -212,7 +212,7 @@ class Objective:
         layer_weights: dict[int, float] | None = None,
         position_factors: np.ndarray | None = None,
     ) -> StepObjective:
-        """The objective of the update after `step` others; None: every loss at its largest weight.
+        """Returns the objective of the update after `step` others; None: every loss at its largest weight.
 
         `layer_weights` replace those of this objective (`adaptive_weights.py`).
         """
@@ -226,7 +226,7 @@ class Objective:
         return StepObjective(self, representation, weights, position_factors, term)
 
     def on(self, device: torch.device) -> Objective:
-        """The same objective with the bridges' frozen tensors on `device`; trained projectors are not moved."""
+        """Returns the same objective with the bridges' frozen tensors on `device`; trained projectors are not moved."""
         frozen = not self.trains_bridge
         moved = [
             match if match.bridge is None else replace(match, bridge=match.bridge.to(device, student=frozen))
@@ -260,7 +260,7 @@ class Objective:
         return self.student.num_layers if self.final_norm and self.student.num_layers in self.layer_weights else None
 
     def rows(self, rollouts: list[Rollout]) -> TokenTable:
-        """The rows of the representation loss in a batch; errors as in `make_rows`."""
+        """Returns the rows of the representation loss in a batch; errors as in `make_rows`."""
         return make_rows(
             rollouts, positions=self.positions, k=self.k, position=self.position, aggregation=self.aggregation
         )
@@ -305,27 +305,27 @@ class StepObjective:
         return self.run.student.num_layers if self.output_weight > 0 else max(self.run.layers, default=0)
 
     def weigh_positions(self, table: TokenTable) -> TokenTable:
-        """The rows of a batch with their weights multiplied by `position_factors` and scaled back to the same sum."""
+        """Multiplies the rows' weights by `position_factors` and scales them to the same sum; returns the new rows."""
         if self.position_factors is None:
             return table
         factors = self.position_factors[row_bins(table, self.run.positions)]
         return table.scaled(factors * table.weight.sum() / (table.weight * factors).sum())
 
     def teacher_depth(self, number: int) -> int:
-        """The deepest layer of a teacher that this update needs."""
+        """Returns the deepest layer of a teacher that this update needs."""
         match = self.run.teachers[number]
         return match.spec.num_layers if self.output else max(match.layers.values())
 
 
 def model_identity(spec: ModelSpec, name: str = "", tokenizer: str | None = None) -> ModelIdentity:
-    """The properties by which a bridge recognizes its models; `tokenizer` is the fingerprint of the tokenizer."""
+    """Returns the properties by which a bridge recognizes its models; `tokenizer` is the tokenizer's fingerprint."""
     return ModelIdentity(spec.model_type, spec.num_layers, spec.hidden_size, spec.vocab_size, tokenizer, name=name)
 
 
 def _shared(
     config: Config, student: ModelSpec, teacher: ModelSpec, by_tokenizer: TokenIds | None, *, only_rows: bool
 ) -> TokenIds:
-    """`TeacherMatch.shared`; ValueError if the teacher cannot read the student's ids.
+    """Returns `TeacherMatch.shared`; ValueError if the teacher cannot read the student's ids.
 
     Args:
         by_tokenizer: the result of `shared_ids` of `Objective.build`.
@@ -352,7 +352,7 @@ def _match(
     *,
     fitting: bool,
 ) -> TeacherMatch:
-    """The layer pairs of one teacher, with its bridge; ValueError if pairs, bridge and loss do not fit together."""
+    """Returns one teacher's layer pairs and bridge; ValueError if pairs, bridge and loss do not fit together."""
     bridge = None if fitting else _bridge(loss, source, identity, teacher, pairs)
     if bridge is not None:
         fitted_pairs = {layer: bridge.layers[layer] for layer in pairs}
@@ -378,7 +378,7 @@ def _bridge(
     teacher: ModelSpec,
     pairs: dict[int, int],
 ) -> Bridge | None:
-    """A teacher's bridge: read from its directory, or at full width without tensors yet; None without a bridge."""
+    """Returns a teacher's bridge: from its directory, or at full width without tensors yet; None without a bridge."""
     if source.bridge is None:
         return None
     models = (student, model_identity(teacher, source.path))

@@ -87,7 +87,7 @@ class FinalStateRows:
 
 
 def final_state_rows(local: LocalRows, pack: Pack, role: Role) -> FinalStateRows:
-    """The rows of the output loss of one microbatch, packed as `pack`, on this rank."""
+    """Returns the rows of the output loss of one microbatch, packed as `pack`, on this rank."""
     layout, index, owned = role.layout, local.hidden_index, None
     if layout.sequence:
         tokens = pack.total // layout.context // layout.tensor
@@ -108,7 +108,7 @@ def vocab_shard(model: DistillingModel, role: Role, ids: TokenIds, sampled: Toke
 
 
 def read_teacher_head(spec: ModelSpec, read: TensorReader) -> OutputHead:
-    """A teacher's LM head for all of its ids, in the dtype of its files; `read` returns a tensor by its HF name.
+    """Returns a teacher's LM head for all of its ids, in its files' dtype; `read` returns a tensor by its HF name.
 
     Only teachers on servers may have a bias or a scale: no family that the ranks of this job build has either.
     """
@@ -120,7 +120,7 @@ def read_teacher_head(spec: ModelSpec, read: TensorReader) -> OutputHead:
 def load_teacher_head(
     model: DistillingModel, role: Role, dtype: torch.dtype, match: TeacherMatch, read: TensorReader
 ) -> OutputHead | None:
-    """A teacher's LM head for the ids of the student's head on this tensor rank; None before the last stage.
+    """Returns a teacher's LM head for the ids of the student's head on this tensor rank; None before the last stage.
 
     `model` is the student's last chunk; `read` returns a tensor of the teacher by its HF name.
     """
@@ -198,7 +198,7 @@ class OutputHeadLoss:
         return gradient
 
     def named_sums(self, num_responses: int, num_slots: int, *, counts_rows: bool) -> dict[str, torch.Tensor | float]:
-        """Name -> float64 sum over this microbatch after its backward pass; absent if nothing was measured.
+        """Returns name -> float64 sum over this microbatch after its backward pass; absent if nothing was measured.
 
         "output_passes" and "output_loss" are scalars, "output_rows" [len(ROW_METRICS), 2] holds sums over rows with
         the numbers of rows, "output_responses" [num_responses] contributions to the total loss, "output_tokens"
@@ -226,7 +226,7 @@ class OutputHeadLoss:
 
 
 def output_head_metrics(sums: Mapping[str, torch.Tensor], term: OutputTerm | None) -> dict[str, float]:
-    """The metrics of the output loss, or of a divergence that is only measured, by their names in metrics.jsonl.
+    """Returns the metrics of the output loss, or of a divergence that is only measured, by metric name.
 
     `sums` are those of `OutputHeadLoss.named_sums` over all ranks, on the CPU.
     """

@@ -87,7 +87,7 @@ class RouterReference:
 
     @torch.no_grad()
     def _fractions(self) -> dict[int, torch.Tensor]:
-        """Layer -> how often each expert is chosen, per counted token of all rollouts."""
+        """Returns layer -> how often each expert is chosen, per counted token of all rollouts."""
         counts: dict[int, Any] = dict.fromkeys(self.layers, 0)
         for rollout, length in zip(self.rollouts, self.lengths, strict=True):
             if length:
@@ -121,7 +121,7 @@ class RouterReference:
 
 
 def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Losses and gradients of the objective, with the loss weights of the first update.
+    """Returns the losses and gradients of the objective, with the loss weights of the first update.
 
     Returns:
         {"loss/total": float, "rep/loss": float, "rep/loss_per_layer": {layer: float}, "output/loss": float if there is
@@ -138,7 +138,7 @@ def reference(config: Config, rollouts: list[Rollout], dtype: torch.dtype = torc
 def _objective(
     config: Config, rollouts: list[Rollout], student: Any, teachers: list[Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The result of `reference`, from transformers' models."""
+    """Returns the result of `reference`, from transformers' models."""
     loss = config.loss.representation
     distance = row_loss(loss)
     layers = _layers(loss.layers, student.config.num_hidden_layers)
@@ -208,7 +208,7 @@ def _routers(
     supervised: range,
     weight_of_output: float,
 ) -> RouterReference | None:
-    """The routers that replace the student's where the settings need it; None if transformers' own routers suffice."""
+    """Returns the routers that replace the student's; None if the settings need only transformers' own routers."""
     loss = losses.representation
     if not (student.router_aux_loss or student.router_z_loss or student.router_replay):
         return None
@@ -223,7 +223,7 @@ def _routers(
 
 
 def _gradients(model: Any, path: str) -> dict[str, torch.Tensor]:
-    """The gradients of a transformers model by the names in its files, one for each expert."""
+    """Returns the gradients of a transformers model by the names in its files, one for each expert."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if model.config.model_type in FAMILIES:
         spec = parse_model_spec(model.config.to_dict())
@@ -240,7 +240,7 @@ def _gradients(model: Any, path: str) -> dict[str, torch.Tensor]:
 
 
 def _first_weight(weight: Any) -> float:
-    """The weight of a loss in the first update."""
+    """Returns the weight of a loss in the first update."""
     if not isinstance(weight, list):
         return float(weight)
     first = weight[0]
@@ -251,7 +251,7 @@ Projection = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _teacher_number(sources: Sequence[TeacherSource], rollout: Rollout) -> int:
-    """Index of the teacher that lists the response's data source, or of the teacher that lists no data sources."""
+    """Returns the index of the teacher that lists the response's data source, or of the one that lists none."""
     named = [source.data_sources or [] for source in sources]
     found = [i for i, names in enumerate(named) if rollout.data_source in names]
     return found[0] if found else named.index([])
@@ -266,7 +266,7 @@ def _projections(
     dtype: torch.dtype,
     trained: dict[str, torch.Tensor],
 ) -> dict[int, tuple[int, Projection, Projection]]:
-    """Student layer -> (teacher layer, projection of the student's states, projection of the teacher's states).
+    """Returns student layer -> (teacher layer, projection of the student's states, projection of the teacher's states).
 
     Without a bridge both projections are the identity. A bridge compares P_S h + b with P_T (h - mu), a full-width
     bridge W h with h. Projectors that are trained with the student are added to `trained`.
@@ -342,7 +342,7 @@ class _OutputLoss:
         return (logits / self.config.temperature).log_softmax(-1)
 
     def _corrections(self, log_p: torch.Tensor, rollout: Rollout, masked_in: list[int]) -> torch.Tensor:
-        """The weights [n] of `rollout.correction` for tokens with log-probabilities `log_p` [n] under the student."""
+        """Returns the weights [n] of `rollout.correction` for tokens with log-probabilities `log_p` in the student."""
         if self.rollout.correction == "off":
             return torch.ones_like(log_p)
         assert rollout.logprobs is not None
@@ -356,7 +356,7 @@ class _OutputLoss:
     def _divergence(
         self, log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values [n], expressions [n] whose derivative is the gradient); they differ only for sampled tokens."""
+        """Returns (values [n], expressions [n] whose derivative is the gradient), different for sampled tokens only."""
         if self.config.kind == "sampled_token":
             at = torch.arange(len(tokens)), tokens
             value = weights * (log_p[at] - log_q[at])
@@ -381,7 +381,7 @@ class _OutputLoss:
 
 
 def agreement(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative error of each parameter's gradient: ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref||).
+    """Returns the relative error of each parameter's gradient: ||g - g_ref|| / max(||g_ref||, 1e-3 ||all g_ref||).
 
     Raises ValueError if the two arguments have gradients of different parameters.
     """
@@ -405,7 +405,7 @@ def _load(path: str, dtype: torch.dtype) -> Any:
 
 
 def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[int, torch.Tensor]:
-    """Layer (1-based) -> [prompt + response, D]."""
+    """Returns layer (1-based) -> [prompt + response, D]."""
     before_norm: list[torch.Tensor] = []
 
     def after_last_block(_module: Any, _inputs: Any, output: Any) -> None:
@@ -425,13 +425,13 @@ def _hidden_states(model: Any, rollout: Rollout, *, final_norm: bool) -> dict[in
 
 
 def _teacher_sequence(rollout: Rollout) -> Rollout:
-    """The prompt and the response that the teacher reads."""
+    """Returns the prompt and the response that the teacher reads."""
     response = rollout.response_ids if rollout.teacher_response_ids is None else rollout.teacher_response_ids
     return Rollout(rollout.prompt_ids if rollout.teacher_prompt_ids is None else rollout.teacher_prompt_ids, response)
 
 
 def _teacher_position(rollout: Rollout, t: int) -> int | None:
-    """Position of the teacher's state for response token t (-1: the prompt's last token); None without a partner."""
+    """Returns the position of the teacher's state for response token t (-1: the prompt's last); None without any."""
     prompt = len(_teacher_sequence(rollout).prompt_ids)
     if rollout.teacher_index is None or t == -1:
         return prompt + t
@@ -440,7 +440,7 @@ def _teacher_position(rollout: Rollout, t: int) -> int | None:
 
 
 def _predicted_tokens(rollout: Rollout) -> list[int]:
-    """The response tokens whose distributions are compared."""
+    """Returns the response tokens whose distributions are compared."""
     return [t for t, m in enumerate(rollout.mask) if m and _teacher_position(rollout, t - 1) is not None]
 
 
@@ -458,7 +458,7 @@ def _layers(layers: Any, depth: int) -> list[int]:
 
 
 def _layer_shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int, float]:
-    """Layer -> w_l / sum w."""
+    """Returns layer -> w_l / sum w."""
     given = loss.layer_weights
     if isinstance(given, list):
         order = loss.layers if isinstance(loss.layers, list) else layers
@@ -468,7 +468,7 @@ def _layer_shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int
 
 
 def row_loss(loss: RepresentationLossConfig) -> RowLoss:
-    """The distance [n, D] x 2 -> [n]: this module's own definition of a built-in kind, or the user's function."""
+    """Returns the distance [n, D] x 2 -> [n]: this module's definition of a built-in kind, or the user's function."""
     return DISTANCES.get(loss.kind) or resolve_row_loss(loss.kind, loss.kind_args)
 
 

@@ -52,12 +52,12 @@ class RouterTerm:
     layers: tuple[int, ...]  # the layers with experts that the losses of the update reach, ascending, 1-based
     lengths: np.ndarray  # int64 [responses], for each response how many of its tokens count, from the first one on
     aux: float  # the factor of the load-balancing loss in the total loss
-    z: float  # and of the z-loss
+    z: float  # the factor of the z-loss in the total loss
     replay: bool  # whether tokens visit the experts that their rollouts have recorded
 
     @staticmethod
     def build(plan: StepPlan, objective: StepObjective, num_responses: int) -> RouterTerm | None:
-        """The term of an update with `plan`; None for a student without experts.
+        """Returns the term of an update with `plan`; None for a student without experts.
 
         Tokens and layers that are computed only to measure divergences (`logging.output_metrics_every`) do not count,
         so that measuring does not change the training.
@@ -103,11 +103,11 @@ class TokenPlaces:
         self.response, self.position = response[own], position[own]
 
     def counted(self, lengths: np.ndarray) -> torch.Tensor:
-        """Indices int64 [n] of the tokens that count, with `lengths` as in `RouterTerm`."""
+        """Returns the indices int64 [n] of the tokens that count, with `lengths` as in `RouterTerm`."""
         return torch.from_numpy(np.flatnonzero((self.response >= 0) & (self.position < lengths[self.response])))
 
     def recorded_routes(self, rollouts: Sequence[Rollout], spec: ModelSpec) -> dict[int, torch.Tensor] | None:
-        """Layer -> recorded experts int16 [N, K], -1 for tokens without; None if no token has recorded experts."""
+        """Returns layer -> recorded experts int16 [N, K], -1 for tokens without; None if no token has any."""
         assert spec.experts is not None
         routed = [i for i in np.unique(self.response).tolist() if i >= 0 and rollouts[i].expert_routes is not None]
         if not routed:
@@ -187,7 +187,7 @@ class RouterLosses:
 
 
 def choices(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """The number of times that each of `count` experts occurs in `experts`, float64 [count]."""
+    """Returns the number of times that each of `count` experts occurs in `experts`, float64 [count]."""
     # bincount would wait for the device
     flat = experts.flatten()
     ones = torch.ones(len(flat), dtype=torch.float64, device=flat.device)
@@ -203,7 +203,7 @@ class RouterMicrobatch:
 
     @staticmethod
     def build(term: RouterTerm, pack: Pack, rollouts: list[Rollout], role: Role, spec: ModelSpec) -> RouterMicrobatch:
-        """The microbatch of `pack` on this rank."""
+        """Returns the microbatch of `pack` on this rank."""
         places = TokenPlaces(pack, role.member_coords)
         recorded = places.recorded_routes(rollouts, spec)
         losses = RouterLosses(term, on_device(places.counted(term.lengths)), recorded)
@@ -211,7 +211,7 @@ class RouterMicrobatch:
 
 
 def count_choices(term: RouterTerm, microbatches: list[RouterMicrobatch], role: Role) -> dict[int, torch.Tensor]:
-    """Layer -> f float32 [E], after a pass without gradients over all microbatches of the update.
+    """Returns layer -> f float32 [E], after a pass without gradients over all microbatches of the update.
 
     Every rank of the role calls this and gets the layers of all stages.
     """

@@ -62,7 +62,7 @@ class SamplingCheck:
         self._tokens = config.rollout.vllm.check_tokens
 
     def __call__(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """The metrics of `compare`; empty without `check_tokens`, for recorded rollouts, and without log-probabilities.
+        """Returns the metrics of `compare`; {} without `check_tokens` or log-probabilities, and for recorded rollouts.
 
         Raises:
             ValueError: the engine does not sample from the student.
@@ -71,7 +71,7 @@ class SamplingCheck:
         return {} if found is None else compare(*found, BOUNDS[self._config.precision])
 
     def drift(self, student: Student, rollouts: list[Rollout], step: int) -> dict[str, float]:
-        """Metrics, without bounds, of how far the student has moved from the weights that sampled.
+        """Measures how far the student has moved from the weights that sampled; returns metrics, without bounds.
 
         `rollout/drift_kl` estimates KL(engine | student) in nats per token as `compare` does;
         `rollout/drift_effective_sample_size` is (sum w)^2 / (n sum w^2) with w = student's / engine's probability. Both
@@ -85,7 +85,7 @@ class SamplingCheck:
     def _both(
         self, student: Student, rollouts: list[Rollout], step: int
     ) -> tuple[np.ndarray, np.ndarray, TokenTable] | None:
-        """Log-probabilities float64 [n] of engine and student, and the tokens' table; None if none are checked."""
+        """Returns log-probabilities [n], float64, of engine and student, and the table; None if none are checked."""
         if not self._tokens or self._config.rollout.replay or any(r.logprobs is None for r in rollouts):
             return None
         table = _draw(rollouts, self._tokens, self._config.seed, step)
@@ -96,7 +96,7 @@ class SamplingCheck:
 
 
 def drift_metrics(engine: np.ndarray, trainer: np.ndarray, table: TokenTable) -> dict[str, float]:
-    """The metrics of `SamplingCheck.drift`; the arguments are those of `compare`."""
+    """Returns the metrics of `SamplingCheck.drift`; the arguments are those of `compare`."""
     ratio, named = np.exp(trainer - engine), dict[str, float]()
     terms = (np.ones_like(ratio), ratio - 1 + engine - trainer, ratio, ratio**2)
     count, kl, weight, square = (sums_of_first(each, table.from_start) for each in terms)
@@ -109,7 +109,7 @@ def drift_metrics(engine: np.ndarray, trainer: np.ndarray, table: TokenTable) ->
 
 
 def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: Bounds) -> dict[str, float]:
-    """The metrics of a comparison.
+    """Returns the metrics of a comparison.
 
     `rollout/kl_engine_trainer` estimates KL(engine | trainer) in nats per token from the engine's tokens, by the mean
     of r - 1 - log r with r = trainer's / engine's probability, which is never negative.
@@ -148,7 +148,7 @@ def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: 
 
 
 def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTable:
-    """At most `count` random tokens: at most `TOKENS_OF_RESPONSE` from each of at most `MOST_RESPONSES` responses.
+    """Draws at most `count` tokens: at most `TOKENS_OF_RESPONSE` from each of at most `MOST_RESPONSES` responses.
 
     Only responses with a token that has a predecessor count. They take turns: a step checks every `turns`-th of them,
     and while their number stays the same, each index has its turn within `turns` steps.
@@ -188,7 +188,7 @@ def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTab
 def student_logprobs(
     student: Student, rollouts: list[Rollout], table: TokenTable, config: Config, sampled: TokenIds | None
 ) -> np.ndarray:
-    """The student's log-probabilities float64 [n] of the tokens of `table`, on every rank. Every rank calls this.
+    """Returns the student's log-probabilities float64 [n] of the tokens of `table`, on every rank. All ranks call it.
 
     The distribution is that of `config.rollout` over the ids `sampled`; None: all ids of the student's vocabulary.
     """

@@ -66,7 +66,7 @@ class MicrobatchGroup:
         return [] if self.plan.output is None else self.plan.output.local_rows(self.coords)
 
     def target_slices(self, local_rows: list[LocalRows]) -> list[slice]:
-        """Per microbatch, the slice of its rows in the targets that its teacher sent."""
+        """Returns, per microbatch, the slice of its rows in the targets that its teacher sent."""
         ends: dict[int, int] = {}
         slices = []
         for teacher, rows in zip(self.plan.taught_by, local_rows, strict=True):
@@ -77,7 +77,7 @@ class MicrobatchGroup:
 
 
 def layer_targets(group: MicrobatchGroup, objective: StepObjective) -> list[dict[int, LayerTarget]]:
-    """Per microbatch: student layer -> the layer's target on this rank."""
+    """Returns, per microbatch, student layer -> the layer's target on this rank."""
     table = group.plan.hidden.table
     weight, response = torch.from_numpy(table.weight).float(), torch.from_numpy(table.response)
     bins = torch.from_numpy(np.stack([profile_bins(table.from_start), profile_bins(table.from_end)]))
@@ -113,9 +113,9 @@ def output_head_losses(
     objective: StepObjective,
     sampled_logprobs: list[tuple[torch.Tensor, torch.Tensor | None] | None] | None,
 ) -> list[OutputHeadLoss | None]:
-    """Per microbatch, its output loss; None without one, before the last stage, and where no output targets came.
+    """Returns the output loss of each microbatch; None without one, before the last stage, and without output targets.
 
-    `sampled_logprobs` are those of the microbatches, see `step.KeptResults`.
+    `sampled_logprobs` are those of the microbatches, see `KeptResults`.
     """
     term, model = objective.output, student.chunks[-1]
     if group.plan.output is None or term is None or not model.post_process:
@@ -261,7 +261,7 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def _routers_of_all_microbatches(self) -> list[RouterMicrobatch]:
-        """The routers of each microbatch of the batch; empty for a student without experts.
+        """Returns the routers of each microbatch of the batch; empty for a student without experts.
 
         With a load-balancing loss, a pass without gradients counts first how often each expert is chosen.
         """
@@ -286,7 +286,7 @@ class GradientAccumulation:
     def _microbatches(
         self, group: MicrobatchGroup, routes: Sequence[Routes | None]
     ) -> tuple[list[HiddenStateLoss], list[Microbatch]]:
-        """Per microbatch of the group: the losses of its hidden states, and its tokens with these losses attached."""
+        """Returns, per microbatch of the group, the losses of its hidden states, and its tokens with these attached."""
         student, objective, run = self._student, self._batch.objective, self._batch.objective.run
         sampled = None if self._sampled_logprobs is None else self._sampled_logprobs[len(self.logprobs) :]
         projectors = projectors_of(student.chunks).items()

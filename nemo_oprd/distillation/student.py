@@ -58,7 +58,7 @@ class Update:
     nonfinite_reason: str | None
 
     def metrics(self) -> dict[str, float]:
-        """The metrics by their names in metrics.jsonl."""
+        """Returns the metrics by their names in metrics.jsonl."""
         skipped = float(self.nonfinite_reason is not None)
         return {"lr": self.rate, "actor/grad_norm": self.grad_norm, "train/skipped_update": skipped}
 
@@ -131,7 +131,7 @@ class Student:
         self.partial_training = PartialTraining(self.optimizer, active=objective.trains_in_parts)
 
     def _needs_distributed_optimizer(self) -> bool:
-        """True if `auto` must take the distributed optimizer on all ranks of the role.
+        """Returns whether `auto` must take the distributed optimizer on all ranks of the role.
 
         Megatron's plain bf16 optimizer can't save float32 parameters, as some layers of Transformer Engine have.
         """
@@ -156,13 +156,13 @@ class Student:
         return self.objective.student
 
     def kernels(self) -> dict[str, str]:
-        """The implementations that this rank uses, by their purpose."""
+        """Returns the implementations that this rank uses, by their purpose."""
         inner = None if self.optimizer is None else self.optimizer.chained_optimizers[0].optimizer
         layers = self.chunks[0].backend if self.chunks else layer_backend(self.dtype)
         return chosen_kernels(layers, self.dtype, inner, delta_net=self.spec.delta is not None)
 
     def teacher_head(self, number: int) -> OutputHead | None:
-        """A teacher's current LM head, on the last stage; None for a frozen teacher that sends no final states."""
+        """Returns a teacher's current LM head on the last stage; None for a frozen teacher without final states."""
         if not TEACHER_KINDS[self.config.teacher.weights].moves:
             return self._teacher_heads[number]
         # such a teacher has the student's layout, so this rank holds the shard that it needs
@@ -205,7 +205,7 @@ class Student:
         return Update(rate, norm, nonfinite_reason)
 
     def _nonfinite_parameters(self) -> str:
-        """The names of the parameters whose gradients are not finite, over all ranks of the role."""
+        """Returns the names of the parameters whose gradients are not finite, over all ranks of the role."""
         local_names = [
             name
             for name, p in named_parameters(self.chunks).items()
@@ -217,7 +217,7 @@ class Student:
 
     @torch.no_grad()
     def hidden_states(self, rollouts: list[Rollout], plan: BatchPlan) -> dict[int, torch.Tensor]:
-        """Supervised layer of this rank -> states [n, D] of its rows, in the order of its microbatches."""
+        """Returns each supervised layer of this rank -> states [n, D] of its rows, in the order of its microbatches."""
         coords, objective = self.role.coords, self.objective
         if coords is None:
             return {}
@@ -239,12 +239,12 @@ class Student:
         return {layer: torch.cat([capture.captured[layer] for capture in captures]) for layer in layers}
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole tensor) on every student rank; empty on ranks outside the role."""
+        """Yields (HF name, whole tensor) on every student rank; nothing on ranks outside the role."""
         if self.role.is_member:
             yield from gather_hf(self.chunks, self.spec, self.role)
 
     def hf_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole float32 gradient) on every student rank; empty on ranks outside the role.
+        """Yields (HF name, whole float32 gradient) on every student rank; nothing on ranks outside the role.
 
         Needs gradients that were accumulated with `whole_gradients`. Frozen parameters are absent.
         """
@@ -257,7 +257,7 @@ class Student:
 
 
 def _training_settings(student: StudentConfig) -> dict[str, Any]:
-    """Megatron's settings for the precision of routers and for activation recomputation."""
+    """Returns Megatron's settings for the precision of routers and for activation recomputation."""
     settings: dict[str, Any] = {"moe_router_dtype": student.router_dtype}
     if student.recompute != "none":
         settings["recompute_granularity"] = student.recompute

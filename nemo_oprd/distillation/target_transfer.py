@@ -37,7 +37,7 @@ class Transfer:
 def plan_transfers(
     teacher: BatchPlan, student: BatchPlan, layers: dict[int, int], teacher_depth: int, student_depth: int, rank: int
 ) -> list[Transfer]:
-    """The messages that `rank` sends or receives, in the same order on both ends.
+    """Returns the messages that `rank` sends or receives, in the same order on both ends.
 
     Args:
         teacher, student: the plans of the same rows for the two roles.
@@ -84,7 +84,7 @@ def _holders(rows: np.ndarray, other: BatchPlan) -> list[tuple[np.ndarray, Coord
 
 
 def _owners(plan: BatchPlan, layers: dict[int, int], depth: int) -> list[set[int]]:
-    """Per pipeline rank of the plan's role: the keys of `layers` whose value, a layer of the role's model, it owns."""
+    """Returns, per pipeline rank of the plan's role, the student layers whose layer in `layers` the rank owns."""
     owners: list[set[int]] = [set() for _ in range(plan.layout.pipeline)]
     for student_layer, owned_layer in layers.items():
         owners[plan.layout.stage_of_layer(owned_layer, depth)[0]].add(student_layer)
@@ -99,12 +99,12 @@ class RowShard:
     values: dict[int, torch.Tensor]
 
     def pick(self, layer: int, rows: np.ndarray) -> torch.Tensor:
-        """The values [m, D] of one layer for m of the rows, given by their table indices [m]."""
+        """Returns the values [m, D] of one layer for m of the rows, given by their table indices [m]."""
         return self.values[layer].index_select(0, _index_of(self.rows, rows))
 
 
 def _index_of(rows: np.ndarray, chosen: np.ndarray) -> torch.Tensor:
-    """The indices of `chosen` in `rows`, int64 on this process's device; both are table indices, in any order."""
+    """Returns the indices of `chosen` in `rows`, int64 on this device; both hold table indices, in any order."""
     order = np.argsort(rows)
     return on_device(order[np.searchsorted(rows, chosen, sorter=order)])
 
@@ -141,7 +141,7 @@ class Exchange:
     def run(
         self, transfers: list[Transfer], outgoing: RowShard | None, wanted: np.ndarray | None, wanted_layers: list[int]
     ) -> tuple[RowShard | None, int]:
-        """The rows of `wanted_layers` that this rank receives, and the bytes of them that came from other ranks.
+        """Returns the rows of `wanted_layers` that this rank receives, and the bytes that came from other ranks.
 
         Args:
             outgoing: the rows that this rank captured, None on ranks outside the teacher's role; its values are taken
@@ -199,7 +199,7 @@ class Exchange:
         return arrived, received
 
     def _put(self, arrived: list[_Arrival], count: int, layers: list[int]) -> dict[int, torch.Tensor]:
-        """Layer -> the values [count, width] of all rows that this rank receives."""
+        """Returns layer -> the values [count, width] of all rows that this rank receives."""
         values = {layer: torch.empty(count, self.width, dtype=self.dtype, device=self.device) for layer in layers}
         filled = dict.fromkeys(layers, 0)
         for message, sent, payload in arrived:

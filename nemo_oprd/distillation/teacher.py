@@ -3,9 +3,9 @@
 `Teacher` has the parts that all teachers share; `EmaTeacher` averages the student's weights. `MegatronTeacher` runs a
 model in this process: a separate one without gradients, or the student's chunks (`teacher.weights=student`). A separate
 model has no DDP buffers and no layer deeper than the deepest one that an update needs. It has an LM head only if the
-output loss needs log-probabilities of sampled tokens, or if the model is saved (`teacher.weights=ema`). Of a layer's
-states, only supervised rows are kept, or their projections (`TeacherMatch.project`). `vllm/teacher_servers.py` has
-teachers behind vLLM servers.
+output loss needs log-probabilities of sampled tokens, or if the model is saved (`teacher.weights=ema`). Only the
+supervised rows of a layer's states are kept, or their projections (`TeacherMatch.project`). Teachers behind vLLM
+servers are in `vllm/teacher_servers.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EmaTeacher:
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """In this context the teacher's parameters are the float32 average, which a checkpoint saves and loads."""
+        """Sets the teacher's parameters to the float32 average in the context, for a checkpoint to save or load."""
         original = {name: p.data for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
             p.data = self.average[name]
@@ -89,7 +89,7 @@ class Teacher:
     def captured(
         self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
     ) -> tuple[RowShard | None, RowShard | None]:
-        """The rows that this rank owns, by student layer, and those of the output loss. Every rank calls this.
+        """Returns the rows that this rank owns, by student layer, and those of the output loss. Every rank calls this.
 
         Both are None on ranks outside the role, the second one also before the last stage and without such a loss.
         """
@@ -103,7 +103,7 @@ class Teacher:
         """
 
     def prefetch_span(self, step: int) -> tuple[float, float] | None:
-        """The times of this rank's first early request for a step's batch, and of the last answer; None without any."""
+        """Returns the times of this rank's first early request for a step's batch and the last answer; None without."""
         return None
 
     def check(self, step: int) -> None:
@@ -173,7 +173,7 @@ class MegatronTeacher(Teacher):
 
     @contextmanager
     def weights_on_device(self) -> Iterator[None]:
-        """In this context offloaded weights are on the device."""
+        """Keeps offloaded weights on the device in the context."""
         if self.host_weights is None:
             yield
             return
@@ -188,8 +188,8 @@ class MegatronTeacher(Teacher):
     def _forward(
         self, rollouts: list[Rollout], plan: StepPlan, objective: StepObjective
     ) -> tuple[RowShard, RowShard | None]:
-        """Forward pass on this rank -> the rows that it owns, by student layer, and those of the output loss; None
-        before the last stage and without such a loss."""
+        """Runs the forward pass; returns the rows that this rank owns, by student layer, and those of the output loss
+        (None before the last stage and without such a loss)."""
         assert self.chunks is not None
         coords, match = self.role.member_coords, objective.run.teachers[self.number]
         owned = plan.hidden.owned_rows(coords)
@@ -220,7 +220,7 @@ class MegatronTeacher(Teacher):
         return RowShard(owned, {at: torch.cat([c.captured.pop(at) for c in captures]) for at in layers}), output
 
     def _student_layers(self, match: TeacherMatch) -> dict[int, list[int]]:
-        """Matched teacher layer of this stage -> the student layers that are matched with it."""
+        """Returns matched teacher layer of this stage -> the student layers that are matched with it."""
         owned = self.role.layout.owned_layers(self.role.member_coords.pipeline, match.spec.num_layers)
         student_layers: dict[int, list[int]] = {}
         for student_layer, teacher_layer in match.layers.items():
@@ -229,7 +229,7 @@ class MegatronTeacher(Teacher):
         return student_layers
 
     def _output_rows(self, plan: StepPlan) -> list[LocalRows]:
-        """Per microbatch, this rank's rows of the output loss; empty before the last stage and without such a loss."""
+        """Returns this rank's output-loss rows per microbatch; empty before the last stage and without such a loss."""
         coords = self.role.member_coords
         if plan.output is None or coords.pipeline != self.role.layout.pipeline - 1:
             return []
@@ -244,8 +244,8 @@ class MegatronTeacher(Teacher):
         objective: StepObjective,
         term: OutputTerm,
     ) -> RowShard:
-        """The output targets that this rank owns, from the final states of its rows `local`, microbatch by microbatch:
-        these states, or `SAMPLED_COLUMNS` values per row."""
+        """Returns the output targets that this rank owns, from the final states of its rows `local` in the order of the
+        microbatches: these states, or `SAMPLED_COLUMNS` values per row."""
         assert plan.output is not None and self.chunks is not None
         values, match = states_ND, objective.run.teachers[self.number]
         rows = np.concatenate([part.table_index for part in local])
@@ -262,6 +262,6 @@ class MegatronTeacher(Teacher):
 
 
 def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
-    """A weight in host memory, which is pinned with CUDA."""
+    """Returns a weight in host memory, which is pinned with CUDA."""
     weight = parameter.detach()
     return weight.to("cpu", copy=True).pin_memory() if torch.cuda.is_available() else weight.clone()

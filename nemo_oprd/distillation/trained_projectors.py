@@ -40,7 +40,7 @@ class LayerProjector(torch.nn.Module):
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, student_ND: torch.Tensor) -> torch.Tensor:
-        """P_S h_S + b: [n, D] -> [n, R]."""
+        """Returns P_S h_S + b: [n, D] -> [n, R]."""
         return apply_projector(self.student_projector, self.student_bias, student_ND)
 
 
@@ -67,7 +67,7 @@ def attach_projectors(chunks: Sequence[DistillingModel], role: Role, objective: 
 
 
 def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector]:
-    """Student layer -> its projector, for the layers of this rank."""
+    """Returns student layer -> its projector, for the layers of this rank."""
     projectors: dict[int, Any] = {}
     for chunk in chunks:
         for layer, projector in getattr(chunk, "bridge", torch.nn.ModuleDict()).items():
@@ -78,7 +78,7 @@ def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector
 def student_projection(
     chunks: Sequence[DistillingModel], objective: Objective, teacher: int
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """(Layer, student states [n, D]) -> values to compare with the teacher's targets: [n, R], or the states."""
+    """Returns the map (layer, student states [n, D]) -> values [n, R], or the states, to compare with the targets."""
     if objective.trains_bridge:
         projectors = projectors_of(chunks)
         return lambda layer, rows_ND: projectors[layer](rows_ND)
@@ -93,7 +93,7 @@ def gather_projectors(
     objective: Objective,
     value: Callable[[torch.nn.Parameter], torch.Tensor],
 ) -> Iterator[tuple[LayerPair, str, torch.Tensor]]:
-    """(Layer pair, name in `PARTS`, `value` of the parameter), layer by layer, on every rank of the role."""
+    """Yields (layer pair, name in `PARTS`, `value` of the parameter), layer by layer, on every rank of the role."""
     assert role.coords is not None
     projectors = projectors_of(chunks)
     for pair in (LayerPair(*layers) for layers in sorted(objective.teachers[0].layers.items())):
@@ -110,9 +110,9 @@ def gather_projectors(
 def bridge_gradients(
     chunks: Sequence[DistillingModel], role: Role, objective: Objective
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Name such as "bridge.s1.t2.student_projector", float32 gradient) on every rank of the role.
+    """Yields (name such as "bridge.s1.t2.student_projector", float32 gradient) on every rank of the role.
 
-    Needs gradients that were accumulated with `whole_gradients`. Empty if the bridge is frozen.
+    Needs gradients that were accumulated with `whole_gradients`. Yields nothing if the bridge is frozen.
     """
     if objective.trains_bridge and role.is_member:
         gathered = gather_projectors(chunks, role, objective, lambda p: p.main_grad.float())  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def bridge_gradients(
 def trained_bridge(
     chunks: Sequence[DistillingModel], role: Role, objective: Objective, report: dict[str, Any]
 ) -> Bridge | None:
-    """The bridge with its trained projectors and a `report` for its manifest, on the CPU of rank 0; None elsewhere.
+    """Returns the bridge with trained projectors and a `report` for its manifest, on rank 0's CPU; None elsewhere.
 
     Every rank of the role calls this.
     """

@@ -111,7 +111,7 @@ def read_comparison(directory: Path) -> Comparison | None:
 
 
 def _in_time(file: Path) -> tuple[int, str]:
-    """Returns a sort key: alphabetical, with a student before training first and one after training last."""
+    """Returns a sort key: alphabetical, but names with the word `before` first and those with `after` last."""
     words = file.stem.lower().replace("_", "-").replace(".", "-").split("-")
     return ("after" in words) - ("before" in words), file.stem
 

@@ -31,7 +31,7 @@ from nemo_oprd.rollout.engine import EVALUATION_STREAM, Request, RolloutEngine, 
 from nemo_oprd.rollout.exchange import first_ranks_rollouts
 from nemo_oprd.runtime.messages import hours_minutes_seconds
 
-# Progress of an evaluation's sampling: a line on the first rank every few seconds: responses done of all, time left.
+# Progress of an evaluation's sampling: the first rank logs the responses done and the time left every few seconds.
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ _numbers = itertools.count(1)
 
 
 class Progress:
-    """Counts the complete responses of all ranks in the job's key-value store; every rank makes one at the same time.
+    """Counts the complete responses of all ranks in the job's key-value store; all ranks make one for each sampling.
 
-    The first rank logs when responses of its own are complete, so a rank that samples nothing logs nothing.
+    Only the first rank logs, and only when responses of its own are complete.
 
     Args:
         label: a name of the sampling.
@@ -58,7 +58,7 @@ class Progress:
         self._started = self._printed = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Adds responses of this rank, from any thread."""
+        """Adds `count` complete responses of this rank; any thread may call it."""
         new, now = self._store.add(self._key, count), time.monotonic()
         if dist.get_rank() == 0 and new and now - self._printed >= EVERY_S:
             self._printed = now

@@ -39,7 +39,7 @@ from nemo_oprd.rollout.engine import Request
 from nemo_oprd.runtime.disk import naming
 from nemo_oprd.runtime.files import read_json, write_atomically
 
-# of about.json and the lines of SET.jsonl
+# version of the format of about.json and of the lines of SET.jsonl
 FORMAT = 1
 _FIX = "remove that directory, or choose another output"
 _SHOWN = 120  # characters of a value in a message

@@ -169,7 +169,7 @@ def per_problem(samples: Sequence[Sample], k: int) -> Values:
 def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> Metrics:
     """Returns a set's metrics with k samples per problem, means over problems, each with its interval as METRIC/ci.
 
-    Also avg@k, its interval and the number of problems of every subject and level, if the set has at least two, as
+    If a set has several subjects (or levels), each also has avg@k, its interval and its number of problems, such as
     `subject/NAME/avg@k`.
 
     Args:
@@ -261,7 +261,7 @@ class Difference:
         return self.low > 0 or self.high < 0
 
     def decimals(self, scale: float, least: int) -> int:
-        """Returns the decimals, at least `least`, so that no bound times `scale` of a real difference prints as 0."""
+        """Returns the decimals, at least `least`, for which no bound of a real difference times `scale` prints as 0."""
         nearest = scale * min(abs(self.low), abs(self.high))
         return max(least, math.ceil(-math.log10(2 * nearest)) if self.real else 0)
 

@@ -13,7 +13,7 @@ from nemo_oprd.evaluation.intervals import CI, PROBLEMS, Difference, order_of, r
 from nemo_oprd.evaluation.responses import METRICS
 
 EVALUATIONS = "evaluations"  # of a run: one directory per evaluation
-_COMPARED = ("avg", "best", "pass", "maj")  # prefixes: avg_len, too
+_COMPARED = ("avg", "best", "pass", "maj")  # prefixes of metrics; avg_len has one of them, too
 Rows = Mapping[str, Mapping[str, Any]]
 
 

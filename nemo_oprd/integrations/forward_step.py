@@ -39,7 +39,7 @@ class OPRDForwardStep:
     """
 
     def __init__(self, student: Any, teacher: Any, loss: RepresentationLossConfig | None = None) -> None:
-        """Asks the student's provider to build the teacher after the student.
+        """Registers a hook with the student's provider, which builds the teacher after the student.
 
         Args:
             student: the recipe's model provider, `config.model`.
@@ -79,7 +79,7 @@ class OPRDForwardStep:
             )
 
     def _build_teacher(self, chunks: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
-        """Hook of the provider: adopts the student's chunk, not wrapped yet, and builds the teacher in its groups."""
+        """Adopts the student's chunk, not wrapped yet, and builds the teacher in its groups; a hook of the provider."""
         self._refuse_virtual_stages()  # the recipe may have changed since
         student, provider = self._providers
         adopt(chunks, hf_config=local_hf_config(student))
@@ -136,7 +136,7 @@ class OPRDForwardStep:
         return self._oprd
 
     def _report(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss function: returns a zero, and room for the metric that `_finish` fills before the loop reads it."""
+        """Returns, as the loss function, a zero, and a tensor for the metric that `_finish` fills before it is read."""
         zero, count, _ = zero_loss(output)
         assert self._reported is not None
         return zero, count, {"rep/loss": self._reported}

@@ -236,7 +236,7 @@ class HiddenStateDistillation:
         place = next(self._chunks[0].parameters()).device
         count = len(layers)
         local = NamedSums({"layers": (count, len(LAYER_SUMS)), "injections": (count,), "rows": (count,)}, place)
-        injections, rows = torch.zeros(2, count, dtype=torch.float64)  # that are planned
+        injections, rows = torch.zeros(2, count, dtype=torch.float64)  # as planned
         for observer in observers:
             local.add({name: found for name, found in observer.sums.items() if name == "layers"})
             for layer, target in observer.targets.items():

@@ -1,4 +1,4 @@
-"""A configuration that NeMo's `hydra_runner` has composed -> this project's `Config`.
+"""Converts a configuration that NeMo's `hydra_runner` has composed to this project's `Config`.
 
 `hydra_runner` registers a schema, composes the YAML file and the command line, and passes the result on. `schema`
 returns the schema to register, and `from_nemo` treats a composed configuration as `nemo-oprd` does: defaults, types,

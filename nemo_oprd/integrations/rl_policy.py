@@ -19,7 +19,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_oprd.integrations.rl_batch import HIDDEN_WEIGHT, OUTPUT_WEIGHT, Settings, with_weights
 
 ACTOR = "nemo_oprd.integrations.rl_actor.OPRDActor"
-# the loop's settings of a separate teacher, which does not exist here
+# the keys under which the loop puts the results of `get_topk_logits`; here these are empty
 _TEACHERS_OWN = ("teacher_topk_logits", "teacher_topk_indices")
 
 

@@ -23,7 +23,7 @@ from nemo_oprd.megatron.adopt import adopt, observed, unwrapped
 
 
 class OPRDWorker(MegatronPolicyWorkerImpl):
-    """The worker of one rank. Ray needs it decorated: `nemo_oprd.integrations.rl_actor`."""
+    """The worker of one rank; `rl_actor.py` makes it a Ray actor."""
 
     sampling_params: Any  # set by NeMo-RL's constructor
 
@@ -112,7 +112,7 @@ class OPRDWorker(MegatronPolicyWorkerImpl):
         self._updates.append(self._oprd.finish())
 
     def _before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict] | None:
-        """Hook of the model: runs the teacher's pass and puts the student's observer into `packed_seq_params`."""
+        """Runs the teacher's pass and puts the student's observer into `packed_seq_params`; a hook of the model."""
         if not self._training:
             return None
         kwargs = dict(kwargs)

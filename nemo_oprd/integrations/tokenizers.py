@@ -1,4 +1,4 @@
-"""Conversion of a NeMo tokenizer to the tokenizer files of a model directory.
+"""Converts a NeMo tokenizer to the tokenizer files of a model directory.
 
 This project reads a model's tokenizer from Hugging Face files in the model directory. NeMo has objects: its
 `AutoTokenizer` wraps such files, its `SentencePieceTokenizer` wraps a SentencePiece model. `write_tokenizer` writes

@@ -98,7 +98,7 @@ def chunked_output_loss(
     reduce_hidden: bool = True,
     keep: Sequence[str] = (),
 ) -> OutputGradients:
-    """Gradients of scale * sum_n weight_n value_n, and the sums to report.
+    """Returns the gradients of scale * sum_n weight_n value_n, and the sums to report.
 
     Args:
         hidden_ND: the student's rows after the final norm, the same on every tensor-parallel rank.
@@ -159,7 +159,7 @@ def output_metrics(
     support_rows: np.ndarray | None = None,
     keep: Sequence[str] = (),
 ) -> OutputSums:
-    """The sums of `chunked_output_loss` without gradients, for measuring a loss that is not part of the objective."""
+    """Returns the sums of `chunked_output_loss` without gradients, to measure a loss outside the objective."""
     arguments = loss, hidden_ND, head_VD, teacher, tokens_N, shard
     recorded = old_logprob_N, old_sampler_logprob_N, engine_logprob_N
     searched = _SupportRows.of(support_rows, len(hidden_ND), hidden_ND.device)
@@ -179,7 +179,7 @@ def chunked_logprob(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each row's token and entropy of the row's distribution, both [N], equal on all tensor ranks.
+    """Returns (log-probability of each row's token, entropy of its distribution), both [N], equal on all tensor ranks.
 
     A teacher sends these two numbers per token for sampled_token. The sampling check needs the student's
     log-probabilities only.
@@ -194,7 +194,7 @@ def chunked_logprob(
 
 
 def _chunks(n: int, chunk_tokens: int) -> Iterator[slice]:
-    """Slices that cover 0..n; one empty slice if n is 0, so that every rank of a run reports the same metrics."""
+    """Returns slices that cover 0..n; one empty slice for n = 0, so that all ranks of a run report the same metrics."""
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: expected a whole number of at least 1")
     return (slice(start, min(start + chunk_tokens, n)) for start in range(0, max(n, 1), chunk_tokens))
@@ -213,7 +213,7 @@ def _rows(
     support_rows: torch.Tensor | None,
     with_grad: bool,
 ) -> OutputRows:
-    """`output_rows` of one chunk; `grad_logits` is with respect to the product with the head, before the cap.
+    """Returns `output_rows` of one chunk; `grad_logits` is with respect to the product with the head, before the cap.
     `recorded`: old_logprob_N, old_sampler_logprob_N, engine_logprob_N.
 
     Logits are computed for real ids only, so they have no padding columns.
@@ -280,7 +280,7 @@ class _SupportRows:
         return _SupportRows(rows, pinned.to(device, non_blocking=True), len(rows))
 
     def within(self, chunk: slice) -> torch.Tensor | None:
-        """The rows of a chunk, counted from its first row; None: all. The host finds them without waiting."""
+        """Returns the rows of a chunk, counted from its first row; None: all. The host finds them without waiting."""
         if self.host is None or self.device is None:
             return None
         first, last = np.searchsorted(self.host, [chunk.start, chunk.stop]).tolist()
@@ -342,7 +342,7 @@ def sampling_logprob(
     top_p: float,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    """Log-probability [N] of each row's token, the same on every tensor-parallel rank; float32 (float64 for float64).
+    """Returns each row's token log-probability [N], equal on all tensor-parallel ranks; float32 (float64 for float64).
 
     At temperature 0, where sampling takes the most probable id, the distribution is that of temperature 1 and top_p 1.
 

@@ -148,7 +148,7 @@ def output_rows(
     support_rows: torch.Tensor | None = None,
     with_grad: bool = True,
 ) -> OutputRows:
-    """Value, gradient and metrics of c rows.
+    """Returns the value, gradient and metrics of c rows.
 
     Args:
         student_logits_CV: [c, size], float32 or float64. Both models' logits are overwritten, and the memory of the
@@ -327,8 +327,8 @@ def top_k(loss: OutputLoss, chunk: Chunk) -> torch.Tensor:
 def _find_support(
     loss: OutputLoss, logits: list[torch.Tensor], shard: VocabShard, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The support's ids and which of them are valid [c, K], and the overlap |S_p and S_q| / k of the top sets [c], from
-    both models' logits. With `rows`, only these are searched; the others' numbers mean nothing."""
+    """Returns the support's ids and which of them are valid [c, K], and the overlap |S_p and S_q| / k of the top sets
+    [c], from both models' logits. With `rows`, only these are searched; the others' numbers mean nothing."""
     assert loss.k is not None
     student_CK, teacher_CK = (_top_sets(logits_CV, loss.k, shard, rows) for logits_CV in logits)
     shared_CK = contains(teacher_CK, student_CK)
@@ -346,7 +346,7 @@ def _find_support(
 
 
 def _top_sets(logits_CV: torch.Tensor, k: int, shard: VocabShard, rows: torch.Tensor | None) -> torch.Tensor:
-    """`top_k_ids` of all rows, or of `rows`; the other rows have id 0 in every column."""
+    """Returns `top_k_ids` of all rows, or of `rows`; the other rows have id 0 in every column."""
     if rows is None or len(rows) == len(logits_CV):
         return top_k_ids(logits_CV, k, shard)
     found_CK = torch.zeros(len(logits_CV), min(k, shard.count), dtype=torch.int64, device=logits_CV.device)

@@ -14,13 +14,13 @@ from typing import Any
 
 
 def is_import_path(text: str) -> bool:
-    """Whether a text has the form MODULE:FUNCTION."""
+    """Returns whether a text has the form MODULE:FUNCTION."""
     module, _, function = text.partition(":")
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def import_function(key: str, path: str, page: str) -> Callable[..., Any]:
-    """The function that MODULE:FUNCTION names; an error inside the user's module keeps its own traceback.
+    """Returns the function that MODULE:FUNCTION names; an error inside the user's module keeps its own traceback.
 
     Args:
         key: what the user set to `path`, for messages. Example: "loss.representation.kind".

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 
 def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
-    """The supervised layers (1-based, ascending) of a model with `num_layers` blocks.
+    """Returns the supervised layers (1-based, ascending) of a model with `num_layers` blocks.
 
     Raises:
         ValueError: a layer outside 1..num_layers, a repeated layer, or a selection that is empty and not "none".
@@ -26,7 +26,7 @@ def supervised_layers(layers: str | list[int], num_layers: int) -> list[int]:
 
 
 def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str | list[int], num_layers: int) -> dict:
-    """Supervised layer -> its weight w_l in the term sum_l w_l L_l / sum_l w_l.
+    """Returns supervised layer -> its weight w_l in the term sum_l w_l L_l / sum_l w_l.
 
     Args:
         given: one weight per supervised layer (in the order of `layers` where that is a list, else ascending), or the
@@ -58,7 +58,7 @@ def weights_of_layers(given: list[float] | dict[str, float] | None, layers: str 
 def layer_pairs(
     student_layers: list[int], student_depth: int, teacher_depth: int, chosen: dict[str, int] | None
 ) -> dict[int, int]:
-    """Student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or `layer_map` where that is None.
+    """Returns student layer -> teacher layer: `chosen` (`loss.representation.layer_map`), or `layer_map` if it is None.
 
     Raises:
         ValueError: `chosen` does not name exactly the supervised layers, or names a layer that the teacher lacks.
@@ -93,7 +93,7 @@ def check_norms_match(pairs: dict[int, int], student_depth: int, teacher_depth: 
 
 
 def layer_map(student_layers: list[int], student_depth: int, teacher_depth: int) -> dict[int, int]:
-    """Student layer -> teacher layer, 1-based: l_T = 1 + round((l_S - 1) (L_T - 1) / (L_S - 1)), ties to even.
+    """Returns student layer -> teacher layer, 1-based: l_T = 1 + round((l_S - 1) (L_T - 1) / (L_S - 1)), ties to even.
 
     This is the paper's rule ("depth alignment"). The arithmetic is exact on integers, so that no rounding error moves a
     layer. The only layer of a student with one layer maps to L_T.

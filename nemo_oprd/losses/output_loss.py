@@ -59,7 +59,7 @@ class Correction:
     def weights(
         self, trainer_logprob_C: torch.Tensor, engine_logprob_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens' weights, and which of their ratios are outside the range (1 or 0).
+        """Returns the tokens' weights, and which of their ratios are outside the range (1 or 0).
 
         Args:
             trainer_logprob_C: [c], log-probabilities of the sampled tokens that the trainer computes from the weights
@@ -199,6 +199,6 @@ class OutputLoss(DivergenceOptions):
 
     @staticmethod
     def of(options: DivergenceOptions, correction: Correction | None = None) -> OutputLoss:
-        """The loss with the options of the configuration."""
+        """Returns the loss with the options of the configuration."""
         given = {each.name: getattr(options, each.name) for each in fields(DivergenceOptions)}
         return OutputLoss(**given, correction=correction)

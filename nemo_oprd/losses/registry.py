@@ -114,7 +114,7 @@ def check_divergence(kind: str) -> None:
 def resolve_row_loss(
     kind: str, kind_args: Mapping[str, Any], dim_reduction: str = "mean", width: int | None = None
 ) -> RowLoss:
-    """The function of `loss.representation.kind`, with `kind_args` filled in.
+    """Returns the function of `loss.representation.kind`, with `kind_args` filled in.
 
     Args:
         width: the D of the rows that the run compares. The function is tried once on random rows [3, D], so that a
@@ -135,7 +135,7 @@ def resolve_row_loss(
 
 @cache
 def resolve_divergence(kind: str) -> Callable[..., torch.Tensor]:
-    """The function of a built-in divergence, a `divergences.Divergence`."""
+    """Returns the function of a built-in divergence, a `divergences.Divergence`."""
     return _import(DIVERGENCES[kind].path)
 
 
@@ -198,7 +198,7 @@ def _try_row_loss(kind: str, row_loss: RowLoss, dim_reduction: str, width: int) 
 
 
 def _describe(value: Any) -> str:
-    """The dtype and shape of a tensor, such as "float32 [3]", or the type of another value."""
+    """Returns the dtype and shape of a tensor, such as "float32 [3]", or the type of another value."""
     import torch
 
     if not isinstance(value, torch.Tensor):

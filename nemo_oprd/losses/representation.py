@@ -1,6 +1,6 @@
 """Distances between student and teacher hidden states, one value per row (paper, eq. 5 and its variants).
 
-docs/losses.md has the equations and says how a distance is added, here or in a module of one's own.
+docs/losses.md has the equations and says how a distance is added, here or in the user's own module.
 """
 
 from __future__ import annotations

@@ -58,23 +58,23 @@ class VocabShard:
         return min(max(self.vocab_size - self.start, 0), self.size)
 
     def trimmed(self) -> VocabShard:
-        """The same shard without its padding ids."""
+        """Returns the same shard without its padding ids."""
         return replace(self, size=self.real)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place: the sum over the tensor-parallel ranks."""
+        """Sums a tensor over the tensor-parallel ranks, in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place: the maximum over the tensor-parallel ranks."""
+        """Takes the maximum over the tensor-parallel ranks, in place."""
         if self.group is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[c, K] of every rank -> [c, ranks * K], in the order of the ranks."""
+        """Concatenates the tensors [c, K] of all ranks to [c, ranks * K], in the order of the ranks."""
         if self.group is None:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
@@ -84,7 +84,7 @@ class VocabShard:
 
 @lru_cache(maxsize=16)
 def _columns(ranges: Ranges, start: int, real: int, device: torch.device) -> torch.Tensor:
-    """Bool [real], which of a rank's columns are in `ranges`; copied to the device once."""
+    """Returns which of a rank's columns are in `ranges`, bool [real]; copied to the device once."""
     mask = torch.zeros(real, dtype=torch.bool)
     for first, end in ranges:
         mask[max(first - start, 0) : max(end - start, 0)] = True
@@ -92,14 +92,14 @@ def _columns(ranges: Ranges, start: int, real: int, device: torch.device) -> tor
 
 
 def leave_out_gaps_(logits_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """In place: the logits [c, real] of the ids in the shard's gaps become `LEFT_OUT`."""
+    """Sets the logits [c, real] of the ids in the shard's gaps to `LEFT_OUT`, in place."""
     if not shard.gaps:
         return logits_CV
     return logits_CV.masked_fill_(_columns(shard.gaps, shard.start, shard.real, logits_CV.device), LEFT_OUT)
 
 
 def log_sampled_mass(p_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """Log of the probability [c] of all ids that can be sampled, from the probabilities [c, real] of this rank."""
+    """Returns the log of the probability [c] of all ids that can be sampled, from this rank's `p_CV` [c, real]."""
     unsampled = _columns(shard.unsampled, shard.start, shard.real, p_CV.device)
     mass_C = p_CV.new_zeros(len(p_CV))
     for columns in slabs(p_CV.shape[1]):
@@ -108,17 +108,17 @@ def log_sampled_mass(p_CV: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 
 def slabs(width: int) -> Iterator[slice]:
-    """Slices of at most `SLAB` that cover 0..width."""
+    """Returns slices of at most `SLAB` that cover 0..width."""
     return (slice(start, min(start + SLAB, width)) for start in range(0, width, SLAB))
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of all arithmetic after the product with the head: float32, or float64 for float64 inputs."""
+    """Returns the dtype of all arithmetic after the product with the head: float32, or float64 for float64 inputs."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b of low-precision factors, accumulated and returned in float32.
+    """Returns a @ b of low-precision factors, accumulated and returned in float32.
 
     The product is never rounded to bfloat16, because the spacing of bfloat16 numbers near a logit of 20 is 0.125, more
     than a typical KL. On CUDA tensor cores do this (`out_dtype`, torch 2.8 or later); on the CPU the factors are
@@ -131,7 +131,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """In place: `product`, which may be a slab of a wider tensor, becomes `matmul(a, b)`."""
+    """Writes `matmul(a, b)` into `product`, which may be a slab of a wider tensor."""
     if a.dtype == product.dtype:
         torch.mm(a, b, out=product)
     else:
@@ -139,7 +139,7 @@ def matmul_(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def add_matmul_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """In place: adds `matmul(a, b)` to `total`, which may be a slab of a wider tensor."""
+    """Adds `matmul(a, b)` in place to `total`, which may be a slab of a wider tensor."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -147,12 +147,12 @@ def add_matmul_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def cap_(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """In place: cap * tanh(logits / cap), as in Gemma 2; without a cap they stay as they are."""
+    """Replaces logits by cap * tanh(logits / cap), in place, as in Gemma 2; without a cap they stay as they are."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def head_logits(hidden_CD: torch.Tensor, head_VD: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """hidden head^T over this rank's real ids, bounded by the shard's cap: [c, D], [size, D] -> float32 [c, real]."""
+    """Returns hidden head^T for this rank's real ids, bounded by the cap: [c, D], [size, D] -> float32 [c, real]."""
     logits_CV = hidden_CD.new_empty(len(hidden_CD), shard.real, dtype=compute_dtype(hidden_CD))
     for columns in slabs(shard.real):
         matmul_(logits_CV[:, columns], hidden_CD, head_VD[columns].T)
@@ -185,11 +185,11 @@ class OutputHead:
         return f"cap {self.cap}, scale {self.scale} and {'no' if self.bias is None else 'a'} bias"
 
     def to(self, dtype: torch.dtype) -> OutputHead:
-        """The same head in this precision."""
+        """Returns the same head in this precision."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
     def logits(self, hidden_CD: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-        """Logits of states [c, D] for this rank's real ids, float32 [c, real]; the shard's own cap is not applied."""
+        """Returns logits [c, real], float32, of states [c, D] for this rank's real ids, without the shard's own cap."""
         logits_CV = head_logits(hidden_CD, self.weight, replace(shard, cap=None))
         if self.bias is not None:
             logits_CV.add_(self.bias[: shard.real])
@@ -198,7 +198,7 @@ class OutputHead:
 
 
 def log_softmax_(all_logits: list[torch.Tensor], shard: VocabShard, temperature: float) -> torch.Tensor:
-    """In place: the logits z [c, V] of each of M models become log softmax(z / temperature) over the whole vocabulary.
+    """Replaces each of M models' logits z [c, V] by log softmax(z / temperature) over the whole vocabulary, in place.
 
     Returns:
         [M, c] entropies: with s = sum exp(z - max), H = log s - sum exp(z - max) (z - max) / s.
@@ -223,7 +223,7 @@ def log_softmax_(all_logits: list[torch.Tensor], shard: VocabShard, temperature:
 
 
 def dot(a_CV: torch.Tensor, b_CV: torch.Tensor) -> torch.Tensor:
-    """Row-wise sum of a * b over this rank's columns, [c]."""
+    """Returns the row-wise sum of a * b over this rank's columns, [c]."""
     total_C = a_CV.new_zeros(len(a_CV))
     for columns in slabs(a_CV.shape[1]):
         total_C += (a_CV[:, columns] * b_CV[:, columns]).sum(1)
@@ -231,14 +231,14 @@ def dot(a_CV: torch.Tensor, b_CV: torch.Tensor) -> torch.Tensor:
 
 
 def _local(ids_CK: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each id on this rank (0 for an id of another rank), and whether this rank has the id."""
+    """Returns the column of each id on this rank (0 for an id of another rank), and whether this rank has the id."""
     column_CK = ids_CK - shard.start
     here_CK = (column_CK >= 0) & (column_CK < shard.real)
     return column_CK.masked_fill(~here_CK, 0), here_CK
 
 
 def gather_ids(tensors: list[torch.Tensor], ids_CK: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """The columns `ids_CK` of each of M tensors [c, V], on every rank: [M, c, K]."""
+    """Returns the columns `ids_CK` of each of M tensors [c, V], on every rank: [M, c, K]."""
     values_MCK = tensors[0].new_zeros(len(tensors), *ids_CK.shape)
     if shard.real:
         column_CK, here_CK = _local(ids_CK, shard)
@@ -248,15 +248,15 @@ def gather_ids(tensors: list[torch.Tensor], ids_CK: torch.Tensor, shard: VocabSh
 
 
 def add_at_ids_(tensor_CV: torch.Tensor, ids_CK: torch.Tensor, values_CK: torch.Tensor, shard: VocabShard) -> None:
-    """In place: tensor[c, ids] += values for the ids of this rank. An id may repeat within a row."""
+    """Adds `values_CK` to `tensor_CV` at the ids of this rank, in place. An id may repeat within a row."""
     if shard.real:
         column_CK, here_CK = _local(ids_CK, shard)
         tensor_CV.scatter_add_(1, column_CK, values_CK.masked_fill(~here_CK, 0))
 
 
 def top_k_ids(logits_CV: torch.Tensor, k: int, shard: VocabShard) -> torch.Tensor:
-    """Ids of the k largest logits over all ranks, [c, min(k, count)], largest first; of equal logits the lower id comes
-    first.
+    """Returns the ids of the k largest logits over all ranks, [c, min(k, count)], largest first; of equal logits the
+    lower id comes first.
 
     Each rank contributes its own k largest, and the ranks exchange only these candidates. The order is total, so the
     ids are the same on every rank and for every number of ranks.
@@ -270,8 +270,8 @@ def top_k_ids(logits_CV: torch.Tensor, k: int, shard: VocabShard) -> torch.Tenso
 
 
 def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values of each row, in descending order, and their columns; of equal values the first columns are
-    taken."""
+    """Returns the k largest values of each row, in descending order, and their columns; of equal values, the first
+    columns."""
     if k == 0:
         return logits_CV[:, :0], logits_CV.new_zeros(len(logits_CV), 0, dtype=torch.int64)
     values_CK, columns_CK = logits_CV.topk(min(k + 1, logits_CV.shape[1]), dim=1)
@@ -284,7 +284,7 @@ def _local_top_k(logits_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
 
 
 def first_of_equal(logits_CV: torch.Tensor, values_CK: torch.Tensor, columns_CK: torch.Tensor) -> torch.Tensor:
-    """The columns [c, k] of `logits_CV.topk(k)`'s values, where of equal values the first columns are taken.
+    """Returns the columns [c, k] of `logits_CV.topk(k)`'s values, where of equal values the first columns are taken.
 
     `topk` returns the right values, but if more columns than it returns hold the smallest value, it picks any of them.
     These columns are searched again, in ascending order. Nothing is read back: only the device knows their number.
@@ -304,7 +304,7 @@ def first_of_equal(logits_CV: torch.Tensor, values_CK: torch.Tensor, columns_CK:
 
 
 def _ordered(values_CK: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and ids, sorted by descending value; equal values are sorted by ascending id."""
+    """Returns values and ids, sorted by descending value; equal values are sorted by ascending id."""
     by_id = ids_CK.argsort(dim=1)
     values_CK, ids_CK = values_CK.gather(1, by_id), ids_CK.gather(1, by_id)
     by_value = values_CK.argsort(dim=1, descending=True, stable=True)
@@ -312,7 +312,7 @@ def _ordered(values_CK: torch.Tensor, ids_CK: torch.Tensor) -> tuple[torch.Tenso
 
 
 def contains(set_CK: torch.Tensor, ids_CK: torch.Tensor) -> torch.Tensor:
-    """For each id, whether it occurs in the same row of `set_CK`, bool [c, K]."""
+    """Returns whether each id occurs in the same row of `set_CK`, bool [c, K]."""
     sorted_CK = set_CK.sort(dim=1).values
     place_CK = torch.searchsorted(sorted_CK, ids_CK.contiguous()).clamp_(max=set_CK.shape[1] - 1)
     return sorted_CK.gather(1, place_CK) == ids_CK

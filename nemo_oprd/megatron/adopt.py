@@ -45,7 +45,7 @@ class ObservedBlock(TransformerBlock):
 
 @cache
 def _joined(mixin: type, cls: type) -> type:
-    """One class per pair, so that equal layers stay of equal classes."""
+    """Returns one class per pair, so that layers of one class stay layers of one class."""
     return type(f"Observed{cls.__name__}", (mixin, cls), {"__module__": __name__})
 
 
@@ -56,7 +56,7 @@ def _observe(module: torch.nn.Module, mixin: type) -> None:
 
 
 def unwrapped(chunk: torch.nn.Module) -> Any:
-    """The model inside wrappers such as DDP and `Float16Module`, which hold what they wrap as `module`."""
+    """Returns the model inside wrappers such as DDP and `Float16Module`, which hold what they wrap as `module`."""
     while not hasattr(chunk, "decoder") and isinstance(getattr(chunk, "module", None), torch.nn.Module):
         chunk = chunk.module  # type: ignore[assignment]
     return chunk
@@ -129,7 +129,7 @@ def observed(
     *,
     sequence_length: int | None = None,
 ) -> ObservedSequences:
-    """The `packed_seq_params` of a microbatch with its observer, for the forward pass of an adopted model.
+    """Returns the `packed_seq_params` of a microbatch with its observer, for the forward pass of an adopted model.
 
     Args:
         packed_seq_params: those of the microbatch; None for an ordinary batch [B, S].

@@ -49,7 +49,7 @@ class Bucket:
     longest: int
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """[S, heads, C] -> [B, heads, T, C]."""
+        """Gathers the bucket's sequences from the packed tokens: [S, heads, C] -> [B, heads, T, C]."""
         if self.index is not None:
             states = states.index_select(0, self.index)
         return states.view(self.sequences, self.longest, *states.shape[1:]).transpose(1, 2)
@@ -70,7 +70,7 @@ class AttentionPlan:
 
     @staticmethod
     def build(pack: Pack, context: int) -> AttentionPlan:
-        """The plan for `pack` on context rank `context`."""
+        """Returns the plan for `pack` on context rank `context`."""
         if pack.layout.context > 1:
             return AttentionPlan._zigzag(pack, context)
         lengths, offsets = pack.padded, pack.offsets
@@ -144,7 +144,7 @@ class SDPAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query [S, A, C] (packed) -> [S, A * C]; query [s, B, A, C] (decoding) -> [s, B, A * C]."""
+        """Attends; query [S, A, C] (packed) -> [S, A * C], query [s, B, A, C] (decoding) -> [s, B, A * C]."""
         if isinstance(packed_seq_params, DecodeParams):
             assert packed_seq_params.cache is not None
             return self._decode(query, key, value, packed_seq_params.cache)
@@ -153,7 +153,7 @@ class SDPAttention(MegatronModule):
         if plan.chunks:
             return self._context_parallel(query, key, value, plan)
         if plan.order is None:
-            value = value.contiguous()  # a part of the product of all three, which would be kept for the backward pass
+            value = value.contiguous()  # a view, which would keep the product of all three for the backward pass
         outputs = []
         for bucket in plan.buckets:
             attended = self._attend(*(bucket.gather(states) for states in (query, key, value)))
@@ -162,7 +162,7 @@ class SDPAttention(MegatronModule):
         return (out if plan.order is None else out.index_select(0, plan.order)).flatten(1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention of whole sequences: [B, A, T, C], [B, G, T, C], [B, G, T, C] -> [B, A, T, C].
+        """Attends causally over whole sequences: [B, A, T, C], [B, G, T, C], [B, G, T, C] -> [B, A, T, C].
 
         On a GPU only flash attention takes grouped heads, and only of half precision. With float32 torch would choose
         the math kernel, which makes the matrix of all scores: 13 GB for 12 heads and 16,384 tokens. So the keys and
@@ -210,12 +210,12 @@ class SDPAttention(MegatronModule):
 
 
 def repeats_heads(q: torch.Tensor) -> bool:
-    """True if `SDPAttention._attend` repeats keys and values of grouped heads for these queries."""
+    """Returns whether `SDPAttention._attend` repeats keys and values of grouped heads for these queries."""
     return q.device.type != "cpu" and q.dtype not in FLASH_DTYPES
 
 
 def _repeated(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Keys or values [B, G, T, C] once for each query head: [B, A, T, C]."""
+    """Repeats keys or values [B, G, T, C] once for each query head: [B, A, T, C]."""
     groups = q.shape[1] // states.shape[1]
     return states if groups == 1 else states.repeat_interleave(groups, dim=1)
 
@@ -239,7 +239,7 @@ class CappedAttention(SDPAttention):
         super().__init__(config, layer_number, *args, **kwargs)
         self.scale = config.query_pre_attn_scalar**-0.5
         self.cap: float | None = config.attn_logit_softcapping
-        # the keys to the left of the query's own that it sees; None: all
+        # number of keys before its own that a query sees; None: all
         self.left: int | None = config.window_size[0] if config.window_attn_skip_freq[layer_number - 1] else None
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -291,7 +291,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def packed_rotation(
     frequencies: Frequencies, positions: torch.Tensor, is_long: torch.Tensor | None, dtype: torch.dtype
 ) -> Rotation:
-    """The rotation [S, 1, 1, C] of packed tokens at `positions` int64 [S] of their sequences.
+    """Returns the rotation [S, 1, 1, C] of packed tokens at `positions` int64 [S] of their sequences.
 
     `is_long` bool [S]: whether a token's whole sequence is longer than `frequencies.switch`; None without a switch.
     """
@@ -303,7 +303,7 @@ def packed_rotation(
 def decoding_rotation(
     frequencies: Frequencies, positions: torch.Tensor, lengths: torch.Tensor | None, dtype: torch.dtype
 ) -> Rotation:
-    """The rotation [s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
+    """Returns the rotation [s, B, 1, C] for `positions` [B, s] of sequences that have `lengths` [B] tokens so far."""
     inv_freq = frequencies.inv_freq
     chosen = inv_freq[0]
     if frequencies.switch is not None:
@@ -313,7 +313,7 @@ def decoding_rotation(
 
 
 def _cos_sin(scale: float, angles: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> Rotation:
-    """Cosine and sine, times `scale`, of angles [.., C / 2], for both halves of the channels."""
+    """Returns cosine and sine, times `scale`, of angles [.., C / 2], for both halves of the channels."""
     both = torch.cat([angles, angles], dim=-1).view(*shape, -1)
     return (torch.cos(both) * scale).to(dtype), (torch.sin(both) * scale).to(dtype)
 
@@ -368,7 +368,7 @@ class NormOfAllHeads(torch.nn.Module):
     """
 
     def __init__(self, heads: int, norm: torch.nn.Module, eps: float, channels: int, group: dist.ProcessGroup) -> None:
-        """A norm of `heads` heads of C `channels` over the ranks of `group`, with the precision of another `norm`."""
+        """Makes a norm of `heads` heads of C `channels` over the ranks of `group`, with dtype and device of `norm`."""
         super().__init__()
         given = next(norm.parameters())
         self.width, self.eps, self.group = heads * channels, eps, group
@@ -377,7 +377,7 @@ class NormOfAllHeads(torch.nn.Module):
         self.start = group.rank() // self.copies * max(1, heads // group.size()) * channels
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[s, B, heads here, C] -> the same shape and dtype; the norm is computed in float32."""
+        """Normalises [s, B, heads here, C]; keeps shape and dtype, and computes the norm in float32."""
         weight = self.weight.narrow(0, self.start, states.shape[2:].numel())
         normed: torch.Tensor = _NormOverRanks.apply(states, weight, self.group, self.width * self.copies, self.eps)
         return normed

@@ -90,7 +90,7 @@ class _Stream:
         return self
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
 
 _STREAM = _Stream()
@@ -139,7 +139,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _replace_names(code: types.CodeType) -> types.CodeType:
-    """`code` with CPU type names for CUDA type names, also in nested constants, and with `.cpu()` for `.cuda()`."""
+    """Returns `code` with CPU type names for CUDA ones, also in nested constants, and with `.cpu()` for `.cuda()`."""
 
     def replace(constant: Any) -> Any:
         if isinstance(constant, tuple):
@@ -187,7 +187,7 @@ def _unread_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -
 
 
 class _RowsIntoBuffer(torch.autograd.Function):
-    """Rows of an embedding, whose gradients are added to the rows of the weight's buffer.
+    """Looks up rows of an embedding, and adds their gradients to the rows of the weight's buffer.
 
     Autograd gets no gradient of the weight from here, and adds those from other uses of the weight as usual.
     """
@@ -216,7 +216,7 @@ class _Functional(types.ModuleType):
 
     @staticmethod
     def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., D]."""
+        """Looks up the rows of `ids`: [...] -> [..., D]."""
         trained = torch.is_grad_enabled() and weight.requires_grad
         rows = _RowsIntoBuffer.apply if trained and hasattr(weight, _MARK) else torch.nn.functional.embedding
         return rows(ids, weight)
@@ -328,7 +328,7 @@ def _may_have_gpu() -> bool:
 
 
 def installed() -> bool:
-    """Whether Megatron-core is patched in this process."""
+    """Returns whether Megatron-core is patched in this process."""
     return _installed
 
 

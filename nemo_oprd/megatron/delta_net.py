@@ -19,19 +19,19 @@ from torch.nn.functional import pad, silu
 
 from nemo_oprd.megatron import versions
 
-# transformers' and FLA's, inside the square root
+# transformers' and FLA's epsilon, inside the square root
 _EPS = 1e-6
 # tokens whose changes of the state are solved for together, as in transformers and FLA
 CHUNK = 64
 # a sequence that is shorter than a chunk is padded to a multiple of this
 GRAIN = 16
 TORCH, FLA = "torch (slower than FLA)", "FLA"
-# of Megatron's layer: decorated with torch.compile, whose compiler takes seconds for nothing on a CPU
+# methods of Megatron's layer that torch.compile decorates; its compiler takes seconds for nothing on a CPU
 _COMPILED = ("_apply_gated_norm", "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta")
 
 
 def l2norm(states: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> vectors [..., K] of length 1, in the same dtype."""
+    """Scales vectors [..., K] to length 1, in the same dtype."""
     wide = _wide(states)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(states.dtype)
 
@@ -80,7 +80,7 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """The state's answers to the queries, where every token first lets the state decay and then corrects it.
+    """Returns the state's answers to the queries; each token first lets the state decay and then corrects it.
 
     With a state M [K, V] that is zero before a sequence: M <- exp(g) M; M <- M + beta k (v - k M); o = scale q M.
 
@@ -120,7 +120,7 @@ def gated_delta_rule(
 def _rule_of_sequences(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """q, k [B, H, T, K], v [B, H, T, V], g, beta [B, H, T] of B sequences -> [B, H, T, V].
+    """Applies the rule to B sequences: q, k [B, H, T, K], v [B, H, T, V], g, beta [B, H, T] -> [B, H, T, V].
 
     T is a multiple of `CHUNK`, or less: then it is the size of the only chunk.
 
@@ -133,7 +133,7 @@ def _rule_of_sequences(
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     weighed = k * beta[..., None]
-    system = weighed @ k.mT * decay  # of which the solver reads what is below the diagonal
+    system = weighed @ k.mT * decay  # the solver reads only what is below the diagonal
     both = torch.cat([v * beta[..., None], weighed * total.exp()[..., None]], dim=-1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     new, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
@@ -155,12 +155,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(tokens: int, cu_seqlens: torch.Tensor | None) -> list[int]:
-    """The bounds of the sequences; without a pack, all tokens are one sequence."""
+    """Returns the bounds of the sequences; without a pack, all tokens are one sequence."""
     return [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
 
 
 def delta_net_kernels() -> str:
-    """The kernels that a delta net uses here: `FLA`, if it is installed and CUDA is available, else `TORCH`."""
+    """Returns the kernels that a delta net uses here: `FLA`, if it is installed and CUDA is available, else `TORCH`."""
     common = _module("common")
     return FLA if common.HAVE_FLA and common.l2norm is not l2norm and torch.cuda.is_available() else TORCH
 
@@ -179,7 +179,7 @@ def use_torch_kernels() -> None:
 
 
 def _module(name: str) -> Any:
-    """A module of Megatron-core's gated delta net.
+    """Returns a module of Megatron-core's gated delta net.
 
     Raises:
         ValueError: Megatron-core is too old.

@@ -37,12 +37,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from nemo_oprd.megatron.router_replay import Routes
 from nemo_oprd.models.architecture import Experts
 
-# in the sum by which DeepSeek-V3 and GLM 4.5 divide weights
+# added to the sum by which DeepSeek-V3 and GLM 4.5 divide weights
 _TINY = 1e-20
 
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """[N, E] -> the router's probabilities [N, E] in float32, or in float64 where the logits are."""
+    """Returns the router's probabilities of logits [N, E] in float32, or in float64 where the logits are."""
     return torch.softmax(logits, dim=-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float)
 
 
@@ -53,7 +53,7 @@ def route(
     bias: torch.Tensor | None = None,
     choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [N, E] -> (weights [N, K] in their dtype, experts int64 [N, K]), as in transformers' models.
+    """Routes logits [N, E] as transformers' models do; returns (weights [N, K] in their dtype, experts int64 [N, K]).
 
     Args:
         rule: how experts are chosen and weighed.
@@ -116,7 +116,7 @@ class Router(TopKRouter):
         self.rule = rule
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """[S, B, D] -> logits [S, B, E]. Megatron's method would multiply float32 in TF32 with Transformer Engine.
+        """Computes logits [S, B, E] of [S, B, D]. Megatron's would multiply float32 in TF32 with Transformer Engine.
 
         With `moe_router_dtype` fp32 the product is computed in float32, and so are the weights that `routing` returns.
         """
@@ -129,7 +129,7 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [S, B, E] -> (weights [N, E], zero where a token does not go; bool [N, E], where tokens go)."""
+        """Routes logits [S, B, E]; returns (weights [N, E], 0 for experts not chosen; bool [N, E], where tokens go)."""
         logits, routes, layer = logits.view(-1, logits.shape[-1]), self.routes, self.layer_number
         observer = None if routes is None else routes.observer
         if observer is not None:
@@ -143,7 +143,7 @@ class Router(TopKRouter):
 
 
 def _choice(routes: Routes, layer: int, most_probable: torch.Tensor) -> torch.Tensor:
-    """The experts of an earlier pass over the same tokens; in the first pass the recorded or the most probable ones."""
+    """Returns the experts of an earlier pass over these tokens; in the first, the recorded or most probable ones."""
     last_pass = torch.is_grad_enabled()
     known = routes.take(layer) if last_pass else routes.kept(layer)
     if known is not None:
@@ -165,7 +165,7 @@ class PaddedAllGather(MoEAllGatherTokenDispatcher):
     most_tokens: int | None = None
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, D], [N, E] -> those of the group's ranks, each rank's padded to the largest N; padding has no expert."""
+        """Gathers [N, D] and [N, E] of the group's ranks, each padded to the largest N; padding has no expert."""
         if self.tp_size * self.ep_size == 1:
             return hidden_states, probs
         self._tokens = len(hidden_states)
@@ -181,7 +181,7 @@ class PaddedAllGather(MoEAllGatherTokenDispatcher):
         return hidden_states, probs
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """All ranks' outputs -> the sums for this rank's tokens [N, D]."""
+        """Returns the sums of all ranks' outputs for this rank's tokens [N, D]."""
         if self.tp_size * self.ep_size == 1:
             return hidden_states
         return reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)[: self._tokens]
@@ -211,7 +211,7 @@ def release_weights_after_forward(chunk: torch.nn.Module) -> None:
     lead to its input and the input's gradient, which would then stay in memory for every layer until the next step. The
     places of tokens are two numbers per token and expert, in a teacher's layers, too.
     """
-    for module in chunk.modules():  # the layers, of which Gemma 4's do not call their experts as a module
+    for module in chunk.modules():  # hooks of layers, because Gemma 4's do not call their experts as a module
         if isinstance(getattr(module, "mlp", None), MoELayer):
             module.register_forward_hook(_release_weights)
 
@@ -224,7 +224,7 @@ def _release_weights(layer: Any, arguments: Any, output: Any) -> None:
 
 
 def expert_block_spec(experts: Experts, backend: str) -> ModuleSpec:
-    """The spec of the feed-forward block of a layer with experts.
+    """Returns the spec of the feed-forward block of a layer with experts.
 
     `backend` is "transformer_engine" (grouped products) or "local" (one expert after the other).
     """
@@ -249,7 +249,7 @@ def expert_block_spec(experts: Experts, backend: str) -> ModuleSpec:
 
 
 def expert_settings(experts: Experts | None, layout: Any) -> dict[str, Any]:
-    """The settings of Megatron's `TransformerConfig` for a model's experts in a layout; empty without experts."""
+    """Returns the `TransformerConfig` settings for a model's experts in a layout; empty without experts."""
     if experts is None:
         return {}
     return {

@@ -16,9 +16,9 @@ APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 
 
 def apex_accumulates(dtype: torch.dtype) -> bool:
-    """True if Megatron's local layers add weight gradients to the float32 buffer inside the matrix product, by Apex.
+    """Returns whether Megatron's local layers add weight gradients to the float32 buffer in the product, by Apex.
 
-    Not for float32: float32 runs on GPUs are for comparisons, and add separately whether Apex is installed or not.
+    False for float32: float32 runs on GPUs are for comparisons, and add separately whether Apex is installed or not.
     Without CUDA, `accumulate_in_products` decides.
     """
     return dtype != torch.float32 and importlib.util.find_spec(APEX_ACCUMULATION) is not None
@@ -43,7 +43,7 @@ def _adds_on_cpu(weight: torch.Tensor | None) -> bool:
 
 
 def chosen_kernels(layers: str, dtype: torch.dtype, optimizer: Any, *, delta_net: bool = False) -> dict[str, str]:
-    """Purpose -> the implementation in this process, for `layers` ("transformer_engine" or "local") of `dtype`.
+    """Returns purpose -> implementation in this process, for `layers` ("transformer_engine" or "local") of `dtype`.
 
     `optimizer` is torch's or a fused AdamW, the one inside Megatron's optimizer; None outside the student. `delta_net`
     says whether some of the layers have a gated delta net.

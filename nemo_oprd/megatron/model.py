@@ -62,7 +62,7 @@ LAYERS_VARIABLE = "NEMO_OPRD_LAYERS"
 
 
 def layer_backend(dtype: torch.dtype) -> str:
-    """The layers that are built for weights of `dtype`: "transformer_engine" or "local".
+    """Returns the layers that are built for weights of `dtype`: "transformer_engine" or "local".
 
     Transformer Engine is chosen where it is installed and CUDA is available, but not for float32: Transformer Engine
     multiplies float32 matrices in TF32, whose 10 bits of mantissa are too few for comparisons to 1e-5, and has no
@@ -110,13 +110,13 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]."""
+        """Normalises [..., D]; keeps the shape."""
         # the weight is multiplied after rounding to the states' dtype, as in the HF models
         return self.weight * torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], None, self.eps)
 
 
 def _with_bias(row_parallel: type) -> type:
-    """The output projection with a bias, for models whose MLP has no biases (Qwen3 with `attention_bias`)."""
+    """Returns `row_parallel` with a bias, for models whose MLP has no biases (Qwen3 with `attention_bias`)."""
 
     class RowParallelWithBias(row_parallel):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ class NotBuilt(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """An empty state."""
+        """Returns an empty state."""
         return {}
 
 
@@ -199,7 +199,7 @@ _NORM_EXTRA_STATE = "norm._extra_state"
 
 
 def norms_need_no_extra_state(model: torch.nn.Module, keys: Any) -> None:
-    """Hook after `load_state_dict`: missing extra states of norms are no error in strict mode."""
+    """Permits missing extra states of norms in strict mode; a hook after `load_state_dict`."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_NORM_EXTRA_STATE)]
 
 
@@ -218,11 +218,11 @@ class ModelStage:
         return {key: value for key, value in state.items() if not key.endswith(_NORM_EXTRA_STATE)}
 
     def build_schedule_plan(self, *_: Any, **__: Any) -> None:
-        """Not supported; raises ValueError."""
+        """Raises ValueError: schedule plans are not supported."""
         refuse_schedule_plan()
 
     def output_weight(self: Any) -> torch.nn.Parameter:
-        """The LM head's weight [padded V / TP, D], which may be the embedding's. Only on the last stage."""
+        """Returns the LM head's weight [padded V / TP, D], which may be the embedding's. Only on the last stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -302,7 +302,7 @@ def build_chunks(
     local_layers: bool = False,
     **training: Any,
 ) -> list[DistillingModel]:
-    """This rank's model chunks of a role, with uninitialised weights.
+    """Builds this rank's model chunks of a role, with uninitialised weights.
 
     Args:
         depth: build only layers 1..depth (a frozen teacher needs no deeper ones); None builds all.
@@ -355,7 +355,7 @@ def build_chunks(
 
 
 def _layer_specs(spec: ModelSpec, backend: str, numbers: Sequence[int], depth: int) -> list[ModuleSpec]:
-    """The specs of a chunk's layers `numbers` (1-based), of which those above `depth` are not built."""
+    """Returns the specs of a chunk's layers `numbers` (1-based), of which those above `depth` are not built."""
     layers = {sparse: _layer_spec(spec, backend, sparse=sparse) for sparse in {spec.is_sparse(i) for i in numbers}}
     missing = ModuleSpec(module=NotBuilt, params={})
     return [layers[spec.is_sparse(i)] if i <= depth else missing for i in numbers]

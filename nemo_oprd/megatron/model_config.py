@@ -1,4 +1,4 @@
-"""`ModelSpec` and role -> the settings of Megatron's config, and the layers of each model chunk of a rank."""
+"""Derives Megatron's config, and the layers of each model chunk of a rank, from a `ModelSpec` and a role."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN_KERNELS = dict.fromkeys(
 def transformer_config(
     spec: ModelSpec, role: Role, dtype: torch.dtype, *, accumulates: bool = False, **training: Any
 ) -> TransformerConfig:
-    """Megatron's config for `spec` in the layout of `role`; `training`: recompute settings, and `moe_router_dtype`.
+    """Returns Megatron's config for `spec` and `role`; `training`: recompute settings, and `moe_router_dtype`.
 
     `accumulates`: whether Megatron's own linear layers add weight gradients inside the matrix product (Apex).
     """
@@ -64,7 +64,7 @@ def _dispatcher_type(layout: Layout) -> str:
 
 
 def layout_settings(spec: ModelSpec, role: Role, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of a Megatron config that say how a model is split, stored and trained, not what it computes."""
+    """Returns the fields of a Megatron config for a model's split, storage and training, not for what it computes."""
     layout = role.layout
     stages = layout.layers_per_stage(spec.num_layers)
     even = len(set(stages)) == 1
@@ -112,7 +112,7 @@ class ChunkSpan:
     last: bool
 
     def virtual_stage(self, layout: Layout) -> int | None:
-        """Megatron's `vp_stage`."""
+        """Returns Megatron's `vp_stage`."""
         return self.number if layout.virtual_pipeline > 1 else None
 
 

@@ -44,7 +44,7 @@ def mark_partial(chunks: list[DistillingModel], depth: int, *, final_norm: bool,
 
 
 def _unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, head: bool) -> Iterator[torch.nn.Module]:
-    """The modules that no loss reaches. A tied head is always trained, through the embedding."""
+    """Yields the modules that no loss reaches. A tied head is always trained, through the embedding."""
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             if isinstance(layer, ObservedLayer) and layer.layer_number > depth:
@@ -57,12 +57,12 @@ def _unreached(chunks: list[DistillingModel], depth: int, *, final_norm: bool, h
 
 
 def main_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A parameter's float32 gradient in the buffer of Megatron's DDP, of the parameter's shape."""
+    """Returns a parameter's float32 gradient in the buffer of Megatron's DDP, of the parameter's shape."""
     return parameter.main_grad  # type: ignore[attr-defined, no-any-return]
 
 
 def wrap_ddp(chunks: list[DistillingModel], role: Role, *, distributed_optimizer: bool) -> list[Any]:
-    """Megatron's DDP around each chunk; gradients are accumulated and reduced in float32."""
+    """Wraps each chunk in Megatron's DDP; gradients are accumulated and reduced in float32."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
@@ -96,7 +96,7 @@ def _count_inner_padding(buffer: Any) -> None:
 def make_optimizer(
     ddp_chunks: list[Any], role: Role, train: TrainConfig, dtype: torch.dtype, *, distributed: bool
 ) -> Any:
-    """Megatron's AdamW over the parameters that have gradients; 1-D parameters are not decayed.
+    """Makes Megatron's AdamW over the parameters that have gradients; 1-D parameters are not decayed.
 
     `distributed`: whether its state is divided over the data-parallel ranks, as in `wrap_ddp`.
     """
@@ -157,7 +157,7 @@ def step_clipped(optimizer: Any, norm: float, largest: float) -> None:
 
 
 def norm_of_all(chunk: int, overflow: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
-    """The norm [1] of all tensors of `lists[0]`, float32; the same number as Megatron's own.
+    """Returns the norm [1] of all tensors of `lists[0]`, float32; the same number as Megatron's own.
 
     Megatron's `local_multi_tensor_l2_norm` reads the norm of every tensor on the host, one wait for the device each.
     """
@@ -188,8 +188,8 @@ def join_optimizer_creation() -> None:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Learning rate of update `step` (0-based): linear warm-up over warmup_fraction of the steps, then constant or
-    cosine.
+    """Returns the learning rate of update `step` (0-based): linear warm-up over warmup_fraction of the steps, then
+    constant or cosine.
 
     The first update has the peak rate / warm-up steps, not 0. The rate is a pure function of the step, so a resumed run
     needs no scheduler state.

@@ -28,7 +28,7 @@ _COUNT = "common_step"
 def sharded_optimizer_state(
     optimizer: Any, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[Any, Any]:
-    """Megatron's sharded state of the optimizer.
+    """Returns Megatron's sharded state of the optimizer.
 
     Args:
         model: the sharded state of the model with a key per layer. A key over all layers may not have holes, and layers
@@ -117,18 +117,18 @@ def _inner_state(part: Any, of_part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(part: Any) -> Iterator[torch.nn.Parameter]:
-    """The parameters of a part of a distributed optimizer, in the order of its saved state."""
+    """Returns the parameters of a part of a distributed optimizer, in the order of its saved state."""
     return (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
 
 
 def _parts(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The parts of Megatron's optimizer, each with its part of a sharded state."""
+    """Returns the parts of Megatron's optimizer, each with its part of a sharded state."""
     parts = optimizer.chained_optimizers
     return zip(parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True)
 
 
 def is_distributed(part: Any) -> bool:
-    """True if a part of Megatron's optimizer is a distributed one."""
+    """Returns whether a part of Megatron's optimizer is a distributed one."""
     return hasattr(part, "gbuf_ranges")
 
 
@@ -176,7 +176,7 @@ def load_optimizer_state(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def _inner(optimizer: Any) -> list[Any]:
-    """The parts of Megatron's optimizer that hold PyTorch's AdamW."""
+    """Returns the parts of Megatron's optimizer that hold PyTorch's AdamW."""
     return [part for part in optimizer.chained_optimizers if isinstance(part.optimizer, torch.optim.AdamW)]
 
 
@@ -199,7 +199,7 @@ def _empty_parts(optimizer: Any) -> list[int]:
 
 @contextmanager
 def _counted_in_empty_parts(optimizer: Any) -> Iterator[None]:
-    """Within the context, empty parts of a distributed optimizer report the number of updates of the other parts.
+    """Makes empty parts of a distributed optimizer report the other parts' number of updates, within the context.
 
     Megatron reads the number from the state of parameters, and an empty part has none.
     """

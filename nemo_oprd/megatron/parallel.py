@@ -81,7 +81,7 @@ class Role:
 
 
 def device() -> torch.device:
-    """The device of this process: its CUDA device, or the CPU."""
+    """Returns the device of this process: its CUDA device, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -99,7 +99,7 @@ def on_device(values: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 
 def device_index(local_rank: int, count: int) -> int:
-    """The index of this rank's GPU among the `count` GPUs that the process sees.
+    """Returns the index of this rank's GPU among the `count` GPUs that the process sees.
 
     A Slurm task may see only its own GPU (--gpus-per-task), which has index 0; otherwise every process of a machine
     sees all GPUs and uses the one of its local rank.
@@ -157,7 +157,7 @@ def init_distributed() -> None:
 
 
 def host_group(ranks: Iterable[int] | None = None) -> dist.ProcessGroup | None:
-    """A group over gloo, for data in host memory: of the world, or of `ranks`; None on other ranks.
+    """Returns a gloo group for data in host memory: that of the world, or of `ranks`; None on other ranks.
 
     Over NCCL even a number takes device memory, and a copy to the device waits for all of its work. Every rank of the
     world calls this; the first call for the same ranks makes the group, so `init_distributed` does that for the world.
@@ -244,7 +244,7 @@ def make_role(name: str, layout: Layout, *, saves: bool = False, experts: bool =
 
 
 def _subgroups(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """The group of this rank in a partition; equal partitions, of one role or of several, share their groups.
+    """Returns this rank's group in a partition; equal partitions, of one role or of several, share their groups.
 
     A communicator costs memory and threads, and many partitions are equal: without context parallelism "dp" equals
     "dp_cp", and a student and a teacher with the same layout need the same groups. Every rank must call this in the

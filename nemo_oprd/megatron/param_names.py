@@ -34,7 +34,7 @@ _EXPERT = re.compile(
 
 
 def local_name(chunk: GPTModel, name: str) -> str:
-    """A chunk's parameter name -> the name in the mappings, with global numbers of layers and experts."""
+    """Returns the mappings' name of a chunk's parameter `name`, with global numbers of layers and experts."""
     if not name.startswith("decoder.layers."):
         return name
     _, _, index, rest = name.split(".", 3)
@@ -49,7 +49,7 @@ def local_name(chunk: GPTModel, name: str) -> str:
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, torch.nn.Parameter]:
-    """Name in the mappings -> parameter, on this rank. A tied head's copy of the embedding keeps its own name."""
+    """Returns name in the mappings -> parameter of this rank. A tied head's copy of the embedding keeps its name."""
     return {local_name(chunk, name): p for chunk in chunks for name, p in chunk.named_parameters()}
 
 
@@ -65,5 +65,5 @@ def named_weights(chunks: Sequence[GPTModel]) -> dict[str, Any]:
 
 
 def mappings_by_name(spec: ModelSpec) -> dict[str, ParamMapping]:
-    """All weight mappings of a model, in order, by Megatron name."""
+    """Returns all weight mappings of a model, in order, by Megatron name."""
     return {mapping.megatron: mapping for mapping in spec.family.param_mappings(spec)}

@@ -58,7 +58,7 @@ class PartialTraining:
 
     @contextmanager
     def one_count(self) -> Iterator[None]:
-        """Within this context, the partially trained parameters have the step count of the other parameters."""
+        """Gives the partially trained parameters the step count of the other parameters, within the context."""
         self._set_counts(self.updates_of_others)
         try:
             yield

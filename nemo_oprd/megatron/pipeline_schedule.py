@@ -1,4 +1,4 @@
-"""One pass of packed microbatches through Megatron's pipeline schedules, for the student and for teachers.
+"""Runs packed microbatches once through Megatron's pipeline schedules, for the student and for teachers.
 
 A microbatch holds its tokens, its packing and the observer that captures hidden states or attaches losses. The loss
 function that the schedule calls on the last stage returns zero, as a node that depends on all others, so that backward
@@ -151,7 +151,7 @@ def _forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[torc
 
 
 def zero_loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """The schedule's loss function: a zero that depends on the model's output, so that backward runs.
+    """Returns the schedule's loss, a zero that depends on the model's output, so that backward runs.
 
     The token count of 0 prevents Megatron from dividing the gradients, which already contain 1 / counts.
     """

@@ -151,7 +151,7 @@ def _check_frequencies(model: Any, rotary: Any, rope: Rope, channels: int) -> No
 
 
 def _built_rope(rotary: Any, *, yarn: bool) -> Frequencies:
-    """The frequencies that a `GPTModel`'s rotary embedding computes, on the CPU."""
+    """Returns the frequencies that a `GPTModel`'s rotary embedding computes, on the CPU."""
     if not yarn:
         return Frequencies(rotary.inv_freq.detach().cpu()[None] / (rotary.seq_len_interpolation_factor or 1.0))
     angles, scale = rotary.get_emb(2)  # [2 positions, 1, 1, both halves of the channels]

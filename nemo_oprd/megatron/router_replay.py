@@ -41,7 +41,7 @@ class Routes:
         self.observer = observer
 
     def unobserved(self) -> Routes:
-        """The same routes, with shared storage, for a pass without an observer."""
+        """Returns the same routes, with shared storage, for a pass without an observer."""
         twin = copy.copy(self)
         twin.observer = None
         return twin
@@ -51,7 +51,7 @@ class Routes:
         self._kept[layer] = experts.to(torch.int16)
 
     def kept(self, layer: int) -> torch.Tensor | None:
-        """The kept experts of a layer's tokens, int64 [N, K]; None if none were kept."""
+        """Returns the kept experts of a layer's tokens, int64 [N, K]; None if none were kept."""
         kept = self._kept.get(layer)
         return None if kept is None else kept.long()
 
@@ -62,6 +62,6 @@ class Routes:
         return kept
 
     def replayed(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
-        """The recorded experts int64 [N, K] of a layer's tokens, and those in `chosen` where none are recorded."""
+        """Returns a layer's recorded experts int64 [N, K], and those in `chosen` where none are recorded."""
         recorded = self._recorded.get(layer)
         return chosen if recorded is None else torch.where(recorded >= 0, recorded.long(), chosen)

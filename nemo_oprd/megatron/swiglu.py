@@ -14,21 +14,21 @@ from torch.nn.functional import silu
 
 
 class SwiGLU(torch.autograd.Function):
-    """[..., 2 F], gate and value, -> SiLU(gate) * value [..., F]; the backward pass computes the SiLU again.
+    """SiLU(gate) * value [..., F] of gate and value [..., 2 F]; the backward pass computes the SiLU again.
 
     Values and gradients are bit for bit those of autograd.
     """
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
-        """Keeps its input only."""
+        """Returns the product; keeps only its input for the backward pass."""
         ctx.save_for_backward(both)
         gate, value = both.chunk(2, -1)
         return silu(gate) * value
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of both halves; nothing else of their size is allocated."""
+        """Returns the gradient of both halves; nothing else of their size is allocated."""
         (both,) = ctx.saved_tensors
         gate, value = both.chunk(2, -1)
         result = torch.empty_like(both)
@@ -44,7 +44,7 @@ class SwiGLUBlock(MLP):
     """Megatron's MLP with `SwiGLU` as its activation."""
 
     def forward(self, hidden_states: torch.Tensor, per_token_scale: None = None, **_: Any) -> tuple[torch.Tensor, Any]:
-        """[S, B, D] -> the output, and the second matrix's bias or None. Only experts have a scale."""
+        """Returns the output for [S, B, D], and the second matrix's bias or None. Only experts have a scale."""
         assert per_token_scale is None
         both, bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(SwiGLU.apply(both if bias is None else both + bias))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 def _installed() -> str:
-    """The version of Megatron-core; a source tree on Python's path has no metadata, but a version of its own."""
+    """Returns Megatron-core's version; a source tree on Python's path has it in its code, and no metadata."""
     try:
         return version("megatron-core")
     except PackageNotFoundError:
@@ -32,7 +32,7 @@ CORE_VERSION = _installed()
 CORE = tuple(int(part) for part in CORE_VERSION.split(".")[:2])
 
 # Modules that name CUDA devices in some versions only; `cpu_patches.py` changes them. Up to 0.16, there are experts
-# whose weights are allocated on CUDA; from 0.19 on, the gated delta net is a package, and says
+# whose weights are allocated on CUDA; from 0.19 on, the gated delta net is a package, and calls
 # `torch.cuda.current_device()` where it makes parameters and indices.
 MODULES_ASKING_FOR_CUDA = (
     *(("megatron.core.transformer.moe.experts",) if CORE < (0, 17) else ()),
@@ -77,7 +77,7 @@ def checkpoint_writer_names() -> tuple[str, str]:
 
 
 def reads_common_state_in_shards() -> bool:
-    """Whether Megatron's loader finds the state that all ranks share inside the checkpoint's shards.
+    """Returns whether Megatron's loader finds the state that all ranks share inside the checkpoint's shards.
 
     From 0.19 on, it is written there; the loader also understands the file common.pt of earlier versions.
     """

@@ -24,7 +24,7 @@ from nemo_oprd.models.rope import Rope
 if TYPE_CHECKING:
     import torch
 
-# Numbers of a config.json of which a model has a list, and their bound: ten times those of the largest models.
+# Keys of a config.json that are lengths of a model's lists, and their bound: ten times those of the largest models.
 _COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_nextn_predict_layers"}
 _COUNTS |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 _MOST = 10_000
@@ -168,17 +168,17 @@ class ModelSpec:
         return self.head_dim if self.latent is None else self.latent.rotated
 
     def heads(self, layer: int) -> Heads:
-        """The heads of layer `layer` (1-based)."""
+        """Returns the heads of layer `layer` (1-based)."""
         if self.layer_heads:
             return self.layer_heads[layer - 1]
         return Heads(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def is_sparse(self, layer: int) -> bool:
-        """True if layer `layer` (1-based) has experts."""
+        """Returns whether layer `layer` (1-based) has experts."""
         return self.experts is not None and self.experts.sparse[layer - 1]
 
     def padded_vocab(self, tensor_parallel: int) -> int:
-        """Rows of the embedding when it is split `tensor_parallel` ways."""
+        """Returns the rows of the embedding when it is split `tensor_parallel` ways."""
         multiple = VOCAB_MULTIPLE * tensor_parallel
         return -(-self.vocab_size // multiple) * multiple
 
@@ -295,15 +295,15 @@ class Form:
         return tensors[0]
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
-        """The inverse of `join`."""
+        """Inverts `join`."""
         return (tensor,)
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
-        """The part of the joined tensor that TP rank `rank` of `size` holds."""
+        """Returns the part of the joined tensor that TP rank `rank` of `size` holds."""
         return tensor if self.axis is None else tensor.chunk(size, dim=self.axis)[rank]
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """The joined tensor from the shards of all TP ranks."""
+        """Returns the joined tensor from the shards of all TP ranks."""
         return shards[0] if self.axis is None else concatenated(shards, self.axis)
 
 
@@ -435,7 +435,7 @@ _PART = re.compile(r"(.+)\[(\d+)\]")
 
 
 def stacked_part(name: str) -> tuple[str, int | None]:
-    """An HF name in a mapping -> (the tensor in the files, which index of its first dimension; None: all of it).
+    """Splits an HF name in a mapping into (tensor in the files, index of its first dimension; None: all of it).
 
     A mapping uses such names for the experts of a layer that the files hold in one tensor.
 
@@ -489,13 +489,13 @@ class ParamMapping:
     layers: frozenset[int] | None = None
 
     def at(self, layer: int, expert: int | None = None) -> ParamMapping:
-        """The mapping with the names of one layer and expert (both 0-based) filled in."""
+        """Returns the mapping with the names of one layer and expert (both 0-based) filled in."""
         hf = tuple(name.format(layer=layer, expert=expert) for name in self.hf)
         megatron = self.megatron.format(layer=layer, expert=expert)
         return ParamMapping(megatron, hf, self.form, layer=layer, expert=expert)
 
     def in_layer(self, layer: int, spec: ModelSpec) -> list[ParamMapping]:
-        """The mappings of this kind of one layer (0-based): none, one, or one per expert."""
+        """Returns the mappings of this kind of one layer (0-based): none, one, or one per expert."""
         if self.sparse is not None and self.sparse != spec.is_sparse(layer + 1):
             return []
         if self.layers is not None and layer not in self.layers:
@@ -520,7 +520,7 @@ class Family:
     own: bool = True
 
     def param_mappings(self, spec: ModelSpec) -> list[ParamMapping]:
-        """The mappings of all parameters of the model in a fixed order: embedding, layers, final norm, head."""
+        """Returns the mappings of all parameters of the model in a fixed order: embedding, layers, final norm, head."""
         present = [mapping for mapping in self.mappings if mapping.present(spec)]
         before = [mapping for mapping in present if mapping.megatron.startswith("embedding.")]
         layer = [mapping for mapping in present if "{layer}" in mapping.megatron]
@@ -601,7 +601,7 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
 
 
 def source_dtype(hf_config: dict) -> str:
-    """The dtype of the weights, from either spelling of the key; float32 if the config has neither."""
+    """Returns the dtype of the weights, from either spelling of the key; float32 if the config has neither."""
     return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 

@@ -102,7 +102,7 @@ def hf_directory(path: Path, hf_path: Path | None = None, family: Family | None 
 
 
 def _sharded_backend(file: Path) -> object:
-    """The format of the tensors according to a checkpoint's metadata.json."""
+    """Returns the format of the tensors according to a checkpoint's metadata.json."""
     content = read_json(file, "an object with sharded_backend", "copy the checkpoint again")
     if "sharded_backend" not in content or set(content) - _KEYS:
         raise ValueError(

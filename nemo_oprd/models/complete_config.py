@@ -1,4 +1,4 @@
-"""Gives a model's config the name by which transformers knows it, and fills in transformers' defaults."""
+"""Finds the language model's config in a config.json, under transformers' name and with transformers' defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 # The language model inside a checkpoint of a model for text and pictures: its config, and its tensors' names.
 #
-# Qwen3.5 is published so. Students and teachers of text are made of the language model alone: the vision tower and the
+# Qwen3.5 is such a model. Students and teachers of text are made of the language model alone: the vision tower and the
 # layers for multi-token prediction are left out, as transformers does when it loads such a checkpoint as a causal
 # language model. An export is a language model by itself.
 
@@ -32,12 +32,12 @@ _ALIASES = {
 _AXES = {"mrope_section", "mrope_interleaved"}
 # keys that the whole has for its language model
 _SHARED = ("dtype", "torch_dtype", "quantization_config")
-# which counts where the language model's own differs, as for transformers: it makes the whole
+# a key whose value for the whole counts, even if the language model's own differs: transformers makes the whole
 _OF_WHOLE = "tie_word_embeddings"
-# where the language model's own differ, they count
+# keys of the whole that count for its language model, unless that has its own
 _DIFFERING = ("bos_token_id", "eos_token_id", "pad_token_id", "auto_map")
 _PREFIX, _INNER, _OUTER = "model.", "model.language_model.", "language_model."
-# the names of tensors that are left out begin so
+# prefixes of the names of tensors that are left out
 LEFT_OUT = (
     "model.visual.", "model.vision_tower.", "model.embed_vision.", "mtp.", "vision_tower.", "mm_projector.",
     "model.mtp_layers.",
@@ -87,7 +87,7 @@ def is_renamed(hf_config: dict) -> bool:
 
 
 def language_model_architecture(hf_config: dict) -> str | None:
-    """The architecture of the language model in a config.json of a model for text and pictures; None for others."""
+    """Returns the architecture of the language model in a model for text and pictures; None for other models."""
     return _ARCHITECTURES.get(str(hf_config.get("model_type")))
 
 
@@ -140,7 +140,7 @@ def renamed_config(hf_config: dict) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """A value of a config.json with numbers in place of {"__float__": "Infinity"}, as transformers writes them."""
+    """Returns a value of a config.json with floats in place of transformers' {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(value["__float__"])

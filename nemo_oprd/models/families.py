@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def layer_mapping(megatron: str, hf: Sequence[str], form: Form, **kind: Any) -> ParamMapping:
-    """The mapping of a layer's parameter, from the names within a layer; `kind`: other fields of `ParamMapping`."""
+    """Returns the mapping of a layer's parameter, from names within a layer; `kind`: other `ParamMapping` fields."""
     names = tuple("model.layers.{layer}." + name for name in hf)
     return ParamMapping("decoder.layers.{layer}." + megatron, names, form, **kind)
 
@@ -242,7 +242,7 @@ PHI3 = Family(
 
 
 def _expert_mappings(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """The mappings of a layer's router and experts, for the HF names of the block and of an expert's matrices."""
+    """Returns the mappings of a layer's router and experts, for the HF names of the block and of the matrices."""
     megatron, hf = "mlp.experts.local_experts.{expert}.", block + ".experts.{expert}."
     return (
         layer_mapping("mlp.router.weight", [f"{block}.gate.weight"], Replicated(), sparse=True),

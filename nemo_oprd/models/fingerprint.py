@@ -45,7 +45,7 @@ def _digest(directory: Path, files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def _offsets(size: int) -> range | list[int]:
-    """The offsets of the pieces of a file of `size` bytes."""
+    """Returns the offsets of the pieces of a file of `size` bytes."""
     if size <= _PIECES * _PIECE_BYTES:
         return range(0, size, _PIECE_BYTES)
     return [number * (size - _PIECE_BYTES) // (_PIECES - 1) for number in range(_PIECES)]

@@ -64,7 +64,7 @@ def not_described(spec: ModelSpec) -> str | None:
 
 
 def provider_fields(spec: ModelSpec) -> dict[str, Any]:
-    """The fields of `GPTModelProvider` that say what a model computes, without those of layout and speed."""
+    """Returns the fields of `GPTModelProvider` that say what a model computes, without those of layout and speed."""
     known = spec.family.provider_fields(spec)
     if known is not None:
         return known
@@ -90,7 +90,7 @@ def provider_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _expert_fields(experts: Experts | None) -> dict[str, Any]:
-    """The fields of softmax routers without groups and biases, which the families of this project have."""
+    """Returns the fields of softmax routers without groups and biases, which the families of this project have."""
     if experts is None:
         return {"num_moe_experts": None}
     # the provider's own spec would give experts to all layers
@@ -100,7 +100,7 @@ def _expert_fields(experts: Experts | None) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_router_topk": experts.per_token,
-        # else over the chosen experts alone, which is the softmax over all, divided by the sum of the chosen
+        # False: softmax over the chosen experts alone, which is that over all, divided by the sum of the chosen
         "moe_router_pre_softmax": not experts.normalized,
         "moe_layer_freq": 1 if all(experts.sparse) else [int(sparse) for sparse in experts.sparse],
         "moe_grouped_gemm": True,
@@ -136,7 +136,7 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
 
 
 def run_config(spec: ModelSpec, dtype: str) -> dict[str, Any] | None:
-    """The content of a run_config.yaml with which Megatron-Bridge builds the model and loads its weights.
+    """Returns the content of a run_config.yaml with which Megatron-Bridge builds the model and loads its weights.
 
     `dtype` is that of the stored weights, for example "bfloat16". None for a model that is `not_described`.
     """
@@ -146,7 +146,7 @@ def run_config(spec: ModelSpec, dtype: str) -> dict[str, Any] | None:
     model = {
         **provider_fields(spec),
         "vocab_size": spec.vocab_size,
-        # as in its own: else its export writes rows of padding; Megatron's loader leaves out those in our checkpoints
+        # as in Megatron-Bridge's checkpoints: else it exports rows of padding; Megatron's loader drops those of ours
         "should_pad_vocab": False,
         "seq_length": spec.max_positions,
         "hidden_dropout": 0.0,
@@ -159,7 +159,7 @@ def run_config(spec: ModelSpec, dtype: str) -> dict[str, Any] | None:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
-    # whether the checkpoint holds what Megatron-Bridge's own loop would resume from
+    # the checkpoint holds nothing from which Megatron-Bridge's own loop would resume
     return {"model": model, "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False}}
 
 
@@ -171,7 +171,7 @@ def write_run_config(directory: Path, spec: ModelSpec, dtype: str) -> None:
 
 
 def read_run_config(directory: Path) -> dict[str, Any] | None:
-    """The content of a checkpoint's run_config.yaml; None if there is no such file. Runs nothing that it names.
+    """Returns the content of a checkpoint's run_config.yaml; None without the file. Runs nothing that it names.
 
     Raises:
         ValueError: the file is damaged, or the checkpoint holds adapters only.
@@ -195,7 +195,7 @@ def read_run_config(directory: Path) -> dict[str, Any] | None:
 
 
 def named_hf_directory(content: dict[str, Any]) -> tuple[Path | None, list[str]]:
-    """(The local directory with a config.json that a run_config.yaml names, or None; all names of models in it)."""
+    """Returns (local directory with a config.json that a run_config.yaml names, or None; all names of models in it)."""
     model, tokenizer = content["model"], content.get("tokenizer")
     given = [model.get("hf_model_id"), tokenizer.get("tokenizer_model") if isinstance(tokenizer, dict) else None]
     names = [name for name in given if isinstance(name, str) and name]
@@ -228,7 +228,7 @@ def check_run_config(directory: Path, content: dict[str, Any], spec: ModelSpec, 
 
 
 def _is_other_spelling(name: str, found: Any, expected: Any, model: dict[str, Any]) -> bool:
-    """True if Megatron-Bridge 0.6.2 writes a setting of the same model in another way than this project."""
+    """Returns whether Megatron-Bridge 0.6.2 writes a setting of the same model in another way than this project."""
     if name == "window_attn_skip_freq" and isinstance(expected, list):
         if found is None:  # a class with a pattern of its own, as Gemma 2's
             return True

@@ -22,12 +22,12 @@ from typing import Any
 from nemo_oprd.runtime.files import read_json
 
 KEY = "quantization_config"
-# beside config.json, where some releases of ModelOpt say alone that they are quantised
+# beside config.json; in some releases of ModelOpt, only this file says that they are quantised
 MODELOPT_FILE = "hf_quant_config.json"
 MXFP4, FP8, SCALED = "mxfp4", "fp8", "scaled"
 NVFP4, INT4 = "nvfp4", "int4"  # of a matrix in a `SCALED` model, beside fp8
 _BLOCK = "weight_block_size"
-# what else of fp8 is read; transformers takes these for keys that are absent, too
+# the other settings of fp8 that can be read; transformers, too, assumes them for absent keys
 _FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
 _SAME = {"float8_e4m3fn": "e4m3"}  # another name of a format
 _MODELOPT, _COMPRESSED = "modelopt", "compressed-tensors"
@@ -56,7 +56,7 @@ class Quantization:
     label: str = field(default="", compare=False)
 
     def names(self, stored: Iterable[str], source: str) -> dict[str, tuple[str, ...]]:
-        """The name of each quantised tensor -> the stored tensors of (its numbers, its scales, ...).
+        """Returns the name of each quantised tensor -> the stored tensors of (its numbers, its scales, ...).
 
         Args:
             stored: the names of all tensors in the files.
@@ -109,7 +109,7 @@ class Quantization:
         return 2 if len(scales) > 1 or self.method == MXFP4 else 1
 
     def unused(self, stored: Iterable[str]) -> set[str]:
-        """The stored tensors that dequantised weights do not need, such as the scales of activations."""
+        """Returns the stored tensors that dequantised weights do not need, such as the scales of activations."""
         return {name for name in stored if name.endswith(_UNUSED)} if self.method == SCALED else set()
 
     def _missing(self, name: str, other: str, source: str) -> ValueError:
@@ -142,7 +142,7 @@ def with_modelopt_file(hf_config: dict, directory: Path) -> dict:
 
 
 def read_quantization(hf_config: dict, source: str) -> Quantization | None:
-    """The format of the weights of `hf_config`, the contents of a config.json; None if they are stored as they are.
+    """Returns the format of the weights of `hf_config`, the contents of a config.json; None: they are unquantised.
 
     Raises:
         ValueError: the format cannot be read.
@@ -192,7 +192,7 @@ def _blocks(settings: dict) -> Quantization | None:
 
 
 def _modelopt(settings: dict) -> Quantization | None:
-    """The format of ModelOpt's settings; a mixture names the algorithm of each layer."""
+    """Returns the format of ModelOpt's settings; a mixture names the algorithm of each layer."""
     algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
     algorithms = {algorithm}
     if algorithm == "MIXED_PRECISION" and isinstance(layers, Mapping):
@@ -202,7 +202,7 @@ def _modelopt(settings: dict) -> Quantization | None:
     return Quantization(SCALED, label=f"modelopt's {' and '.join(sorted(map(str, algorithms)))}")
 
 
-# format of compressed-tensors -> (what a group says of its weights, of which strategies, the name of the format here)
+# format of compressed-tensors -> (settings of a group's weights, their strategies, the format's name in labels)
 _COMPRESSED_FORMATS = {
     "float-quantized": ({"num_bits": 8, "type": "float"}, ("tensor", "channel"), "FP8"),
     "pack-quantized": ({"num_bits": 4, "type": "int", "symmetric": True}, ("channel", "group"), "INT4"),
@@ -242,7 +242,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def unquantized(hf_config: dict) -> dict:
-    """The config of the model with dequantised weights; another model's config is returned as it is."""
+    """Returns the config of the model with dequantised weights; another model's config is returned as it is."""
     if known_quantization(hf_config) is None:
         return hf_config
     keys = [key for key in ("torch_dtype", "dtype") if key in hf_config] or ["dtype"]

@@ -2,9 +2,9 @@
 
 Kinds: "default"; "linear" (all frequencies are divided by a factor); "yarn" and "llama3" (low frequencies are divided
 by a factor, with a smooth transition; yarn also scales cosines and sines); "longrope" (a factor per frequency, one set
-for short sequences and one for long ones, and scaled cosines and sines). The set of LongRoPE factors depends on the
-total length of a sequence compared with `original_max_position_embeddings`, as in Hugging Face's code for a batch of
-one. Two sequences in one pack may therefore have different frequencies.
+for short sequences and one for long ones, and scaled cosines and sines); "proportional" (Gemma 4's). The set of
+LongRoPE factors depends on the total length of a sequence compared with `original_max_position_embeddings`, as in
+Hugging Face's code for a batch of one. Two sequences in one pack may therefore have different frequencies.
 
 The settings have transformers' names and meaning, and its `ROPE_INIT_FUNCTIONS` compute the frequencies of all kinds
 but the first two, whose formula is one line. This module checks the settings that transformers would ignore or misread
@@ -40,7 +40,7 @@ _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _AXES = {"mrope_section", "mrope_interleaved"}
 # transformers' defaults
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
-# kinds that transformers has, and why no family has them here
+# kinds that transformers has -> why they are refused in families that do not list them
 _REFUSED = {
     "dynamic": (
         "whose frequencies change while a sequence grows beyond max_position_embeddings, so that keys in a cache are "
@@ -63,7 +63,7 @@ class Frequencies:
 
 @dataclass(frozen=True)
 class Rope:
-    """`share` is the part of a head's channels that is rotated; `settings` are (name, value) pairs of the kind."""
+    """A RoPE: `share` is the rotated part of a head's channels; `settings` are (name, value) pairs of the kind."""
 
     theta: float
     kind: str = "default"
@@ -71,12 +71,12 @@ class Rope:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def get(self, name: str) -> Any:
-        """The setting `name` of the kind; None if the config leaves it out."""
+        """Returns the setting `name` of the kind; None if the config leaves it out."""
         return dict(self.settings).get(name)
 
     @property
     def switch(self) -> int | None:
-        """Sequences of more tokens than this use the second row of `inv_freq`; None if there is one row."""
+        """Returns the length above which sequences use the second row of `inv_freq`; None if there is one row."""
         return self.get(_ORIGINAL) if self.kind == "longrope" else None
 
     @property
@@ -86,7 +86,7 @@ class Rope:
         return None if factor is None or original is None else factor * original
 
     def frequencies(self, head_dim: int) -> Frequencies:
-        """The frequencies that transformers computes for heads of `head_dim` channels, on the CPU."""
+        """Returns the frequencies that transformers computes for heads of `head_dim` channels, on the CPU."""
         import torch
 
         if self.kind in ("default", "linear"):  # the same to the last bit, without an import that takes a second
@@ -122,12 +122,12 @@ class Rope:
 
 
 def rotated_channels(head_dim: int, share: float) -> int:
-    """The number of rotated channels of a head."""
+    """Returns the number of rotated channels of a head."""
     return int(head_dim * share)
 
 
 def number(key: str, value: Any, source: str) -> float:
-    """`value` as a positive finite float, or a ValueError that names the key and the file."""
+    """Returns `value` as a positive finite float; raises a ValueError that names the key and the file."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{source}: {key}={value!r}; expected a positive number as in the model's source")
     return float(value)
@@ -235,7 +235,7 @@ def _refuse_unknown(kind: str, settings: dict, source: str) -> None:
 
 
 def _values(kind: str, hf_config: dict, settings: dict, source: str) -> dict[str, Any]:
-    """The settings of `kind` that the config has, checked one by one."""
+    """Returns the settings of `kind` that the config has, checked one by one."""
     needed, optional = _SETTINGS[kind]
     values: dict[str, Any] = {}
     for name in (*needed, *optional):
@@ -263,7 +263,7 @@ def _values(kind: str, hf_config: dict, settings: dict, source: str) -> dict[str
 
 
 def _original(hf_config: dict, settings: dict, source: str) -> Any:
-    """`original_max_position_embeddings`, which Phi-3's configs have at top level; None if there is none."""
+    """Returns `original_max_position_embeddings`, which Phi-3's configs have at top level; None without it."""
     places = [place.get(_ORIGINAL) for place in (hf_config, settings)]
     given = [value for value in places if value is not None]
     if len(given) == 2 and given[0] != given[1]:

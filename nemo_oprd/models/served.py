@@ -63,7 +63,7 @@ def read_served_spec(path: str | Path) -> ModelSpec:
 
 
 def _output_scale(text: dict, source: str) -> float:
-    """The factor of the family's logits: Cohere and Falcon-H1 name the factor, Granite its reciprocal."""
+    """Returns the factor of the family's logits: Cohere and Falcon-H1 name the factor, Granite its reciprocal."""
     for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
         given = text.get(name)
         if given is None:

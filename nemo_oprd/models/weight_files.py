@@ -121,7 +121,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def _others(directory: Path) -> list[Path]:
-    """All safetensors files of a model; ValueError if there are none."""
+    """Returns all safetensors files of a model; ValueError if there are none."""
     files = _of_models(directory, "*.safetensors")
     if files:
         return files

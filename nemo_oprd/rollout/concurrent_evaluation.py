@@ -1,4 +1,4 @@
-"""Evaluations that an engine samples together with the responses of a step, from the same weights, in one call."""
+"""Evaluations that an engine samples in the same call as the responses of a step, from the same weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_oprd.rollout.engine import (
 
 @dataclass(frozen=True)
 class EvaluationRequests:
-    """An additional set of requests, each with its own `Request.sampled`, and the receiver of the responses.
+    """The added requests of an evaluation, each with its own `Request.sampled`, and the receiver of the responses.
 
     `keep` is called as in `RolloutEngine.submit`, with the indices of these requests. `take` gets all responses, in
     order, on every rank, when they are complete.

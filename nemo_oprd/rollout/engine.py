@@ -27,7 +27,7 @@ TRAINING_STREAM, EVALUATION_STREAM = 1, 2
 
 
 class GenerationCancelled(Exception):  # noqa: N818 - not an error
-    """The caller cancelled the generation before all responses were complete.
+    """Raised if the caller cancelled the generation before all responses were complete.
 
     `completed` maps the index of a request to its rollout, the same on every rank; a later `generate` accepts it as
     `done`.

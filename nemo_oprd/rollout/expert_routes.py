@@ -79,7 +79,7 @@ def parse_routes(record: dict[str, Any], where: str) -> np.ndarray | None:
 def check_routes(rollout: Rollout, where: str, spec: ModelSpec, *, needed: bool) -> None:
     """Raises ValueError unless a rollout's recorded experts are there, if needed, and are experts of the model `spec`.
 
-    `needed` says whether training uses them (`student.router_replay`).
+    `needed`: whether training uses them (`student.router_replay`).
     """
     if rollout.expert_routes is None:
         if needed:

@@ -75,7 +75,7 @@ class TeacherLimits:
     routing: Routing | None = None
 
     def own_of(self, record: Mapping[str, Any], where: str) -> Own:
-        """Says which sequences of a line are the teacher's own; ValueError for a data source without a teacher."""
+        """Returns which sequences of a line are the teacher's own; ValueError for a data source without a teacher."""
         if len(set(self.own)) == 1 or self.routing is None:
             return self.own[0]
         try:
@@ -85,7 +85,7 @@ class TeacherLimits:
 
 
 def own_sequences(config: Config, number: int) -> Own:
-    """Says which sequences are teacher `number`'s own, see `TeacherLimits.own`."""
+    """Returns which sequences are teacher `number`'s own, see `TeacherLimits.own`."""
     if config.teacher.reads == "text":
         return "response"
     return "prompt" if config.has_own_prompt(number) else "nothing"

@@ -36,6 +36,6 @@ class Response:
 
     @staticmethod
     def of(columns: dict[str, np.ndarray]) -> Response:
-        """The inverse of `columns`."""
+        """Rebuilds the response from the result of `columns`."""
         plain = {name: bool(columns[name][0]) for name in ("finished", "cut")}
         return Response(**columns | plain)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ class ResumeCache:
         self._writer.check()
 
     def finish(self, *, failed: bool = False) -> None:
-        """Waits until the rollouts are on the disk; `failed`: another error is raised, as in `abandon`."""
+        """Waits until the rollouts are on the disk. With `failed` it does not wait: the caller raises another error."""
         (self._writer.abandon if failed else self._writer.finish)()
 
     def take(

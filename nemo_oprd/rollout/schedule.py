@@ -143,7 +143,7 @@ class SamplingCall:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The calls of a run. `max_positions`: the student's."""
+    """The schedule of a run's sampling calls. `max_positions`: the student's."""
 
     config: Config
     prompts: TrainingPrompts
@@ -155,7 +155,7 @@ class Schedule:
         return training_requests(self.prompts, self.config, step * count, count) if self.prompts.requests else []
 
     def due(self, sampled: Mapping[int, list[Rollout]], done: int) -> list[SamplingCall]:
-        """Lists the calls to sample from the weights after `done` steps, in order, given the `sampled` responses.
+        """Lists the sampling calls due after `done` steps, in order, given the `sampled` responses.
 
         `sampled`: the responses by step, some of which may be unfinished (`finish_reason` None).
         """
@@ -181,7 +181,7 @@ class Schedule:
         return calls
 
     def _parts(self, sampled: Mapping[int, list[Rollout]], done: int, steps: range) -> list[SamplingCall]:
-        """Lists a call for the parts that step `done` lacks, which is urgent, and one for the parts of later steps."""
+        """Lists an urgent sampling call for the parts that step `done` lacks, and one for the parts of later steps."""
         params, calls = training_sampling(self.config, done), list[SamplingCall]()
         for chosen in (steps[:1], steps[1:]):
             found: dict[tuple[int, int], Request] = {}
@@ -192,7 +192,7 @@ class Schedule:
                     if part is not None:
                         found[step, i] = part
             if found:
-                # each request has a key of its own; this one tells the cache which call it is
+                # each request has a key of its own; this one identifies the sampling call in the cache
                 named = replace(params, key=(*params.key, *(number for place in found for number in place)))
                 urgent = done in chosen
                 calls.append(SamplingCall(done, [*found.values()], named, [*found], done, urgent, last=False))

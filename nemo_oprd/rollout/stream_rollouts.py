@@ -46,7 +46,7 @@ class StreamRules:
 
     Attributes:
         lag: `rollout.max_lag`.
-        ahead: groups that are admitted beyond the next step's; less than `lag`.
+        early_groups: groups that are admitted beyond the next step's; less than `lag`.
         size: responses of a group and of a step.
         steps: groups and steps of the run.
     """
@@ -57,11 +57,11 @@ class StreamRules:
     steps: int
 
     def admitted(self, done: int) -> int:
-        """The number of groups that are admitted once the student has made `done` steps."""
+        """Returns the number of groups that are admitted once the student has made `done` steps."""
         return min(done + self.early_groups + 1, self.steps)
 
     def deadline(self, group: int) -> int:
-        """The last step that may take a response of a group: its first tokens may be as old as its admission."""
+        """Returns the last step that may take a response of a group: its tokens may be as old as its admission."""
         return max(0, group - self.early_groups) + self.lag
 
     def batch(self, step: int, pool: Iterable[Place], complete: Container[Place]) -> list[Place] | None:
@@ -189,7 +189,7 @@ class StreamSampler(RolloutSampler):
             for place in places
         ]
         params = training_sampling(self.config, step)
-        # each request has a key of its own; this one identifies the call in the cache
+        # each request has a key of its own; this one identifies the sampling call in the cache
         named = replace(params, key=(*params.key, *(number for place in places for number in place)))
         self._begin(SamplingCall(step, requests, named, places, weights=step, urgent=False, last=True))
 

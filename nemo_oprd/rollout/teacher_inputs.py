@@ -145,7 +145,7 @@ def _columns(alignment: Alignment) -> dict[str, np.ndarray]:
 
 
 def _alignment(columns: dict[str, np.ndarray]) -> Alignment:
-    """The inverse of `_columns`."""
+    """Rebuilds the alignment from the result of `_columns`."""
     num_supervised, changed_bytes = columns["counts"].tolist()
     arrays = {name: array for name, array in columns.items() if name != "counts"}
     return Alignment(**arrays, num_supervised=num_supervised, changed_bytes=changed_bytes)

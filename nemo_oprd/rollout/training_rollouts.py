@@ -27,7 +27,7 @@ STREAM_FILE = Path("rollouts/stream.json")
 
 @dataclass(eq=False)
 class StoppedSampling(Exception):  # noqa: N818 - no error, like Stopped
-    """The run was asked to stop while it sampled. Every rank of the world raises this at the same place.
+    """Raised if the run was asked to stop while it sampled; on every rank of the world, at the same place.
 
     Attributes:
         done: the number of steps that the run has made.
@@ -56,7 +56,7 @@ class RolloutSampler:
         should_cancel: returns whether the run was asked to stop; the sampler then cancels the sampling of a step.
         note: called after each sampling with its start and end, in seconds since the epoch, and with other fields of
             `Interval` (`run/timeline.py`) as keyword arguments.
-        beside: the engine's calls that may include an evaluation; None if evaluations have calls of their own.
+        with_evaluation: the engine for calls that may include an evaluation; None if evaluations have their own calls.
         complete: called with a step and responses of it as soon as they are complete, on the rank that has them; None
             if no part of the run needs them early.
     """
@@ -162,7 +162,7 @@ class RolloutSampler:
                 logger.info(f"the checkpoint has no such rollouts of step {step + 1} as this run samples: sampled anew")
 
     def _sample(self, step: int) -> None:
-        """Samples the calls due after `step` steps; leaves the last one under way unless the step needs it."""
+        """Makes the sampling calls due after `step` steps; leaves the last one under way unless the step needs it."""
         self._note_weights()
         calls = self.schedule.due(self._sampled, step)
         for call in calls:
@@ -176,7 +176,7 @@ class RolloutSampler:
         self.cache.digests.note(weights.steps, weights.digest, "this run")
 
     def _begin(self, call: SamplingCall) -> GenerationHandle | None:
-        """Submits a call to its engine; returns None if the cache has all its responses from the interrupted run."""
+        """Submits a sampling call to its engine; None if the cache has all its responses from the interrupted run."""
         step, requests, params = call.step, call.requests, call.params
         self.cache.check()
         # the cache holds only samples of the weights with which the run begins
@@ -196,7 +196,7 @@ class RolloutSampler:
         return handle
 
     def _collect(self, call: SamplingCall, handle: GenerationHandle, done: int) -> None:
-        """Waits for a call's responses, and stores them for a resume; `done`: the steps that the run has made."""
+        """Waits for a sampling call's responses, stores them for a resume; `done`: the steps that the run has made."""
         step, requests, params = call.step, call.requests, call.params
         self._under_way, began = None, time.time()
         try:
@@ -209,7 +209,7 @@ class RolloutSampler:
         self._came(call, rollouts)
 
     def _stop(self, call: SamplingCall, completed: dict[int, Rollout], done: int) -> NoReturn:
-        """Stores the complete responses of a call, and stops the run, which has made `done` steps."""
+        """Stores the complete responses of a sampling call, and stops the run, which has made `done` steps."""
         step, requests = call.step, call.requests
         # a run that resumes after `done` steps looks for these
         kept = completed if call.weights == done else {}
@@ -219,7 +219,7 @@ class RolloutSampler:
         raise StoppedSampling(done, step, len(kept), len(requests))
 
     def _engine_of(self, call: SamplingCall) -> RolloutEngine | EngineWithEvaluation:
-        """Returns the engine for a call; an evaluation may join the last one with these weights."""
+        """Returns the engine for a sampling call; an evaluation may join the last one with these weights."""
         return self.with_evaluation if self.with_evaluation is not None and call.last else self.engine
 
     def _note(self, call: SamplingCall, handle: GenerationHandle, began: float) -> None:

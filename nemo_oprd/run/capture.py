@@ -40,7 +40,7 @@ from nemo_oprd.runtime.output_directories import check_directory, mark
 from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import KEY
-from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_servers import TeacherServers
 from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 
@@ -120,7 +120,9 @@ def _capture(options: CaptureOptions) -> None:
     with closing(servers):
         servers.wait()
         numbers = [layer if isinstance(layer, int) else spec.num_layers + 1 for layer in layers]
-        requests = [Request(ids, StateRequest(uuid.uuid4().hex, numbers, [*range(len(ids))], [])) for ids in sequences]
+        requests = [
+            TeacherRequest(ids, StateRequest(uuid.uuid4().hex, numbers, [*range(len(ids))], [])) for ids in sequences
+        ]
         servers.gather(requests, lambda i, answer: _save(folder / f"hs_{i}.safetensors", sequences[i], answer))
     assert canary.verdict is not None, "servers that are ready have proven themselves"
     content = {
@@ -193,7 +195,7 @@ def _digest(ids: list[int]) -> str:
     return hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest()
 
 
-def _save(file: Path, ids: list[int], answer: Answer) -> None:
+def _save(file: Path, ids: list[int], answer: TeacherAnswer) -> None:
     """Writes one sequence."""
     tensors = {"token_ids": torch.tensor(ids), "hidden_states": answer.states.transpose(0, 1).contiguous()}
     with replacing(file, durable=False) as partial:

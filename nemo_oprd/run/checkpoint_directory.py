@@ -161,7 +161,7 @@ def find_damage_inside(directory: Path, rank: int = 0, ranks: int = 1, *, of_wei
 
 
 def find_damage_together(directory: Path, *, of_weights: bool = False) -> str | None:
-    """Does what `find_damage_inside` does; every rank of the world calls this and gets the same result."""
+    """Returns the damage that `find_damage_inside` finds on any rank. Every rank of the world calls this."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = everyones(find_damage_inside(directory, rank, ranks, of_weights=of_weights))
     return next((damage for damage in found if damage is not None), None)
@@ -268,7 +268,7 @@ def commit_checkpoint(
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes the partial checkpoints of a killed run."""
+    """Removes the partial and the half-removed checkpoints of a killed run."""
     for prefix in (PARTIAL, _REMOVED):
         for path in root.glob(f"{prefix}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

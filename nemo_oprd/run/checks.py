@@ -44,7 +44,7 @@ class Check(Generic[Stage]):
         code: its name, which `doctor` writes beside a refusal.
         function: raises ValueError if the stage cannot start; the message names the value, what was expected, and the
             fix.
-        waits: whether it waits for other programs, which is of no use once another check has failed.
+        waits: whether it waits for other programs; `refusals` leaves it out once another check has failed.
     """
 
     code: str
@@ -265,7 +265,7 @@ def wait_for_endpoints(config: Config) -> None:
 
 
 def wait_for_sampling_endpoints(config: Config) -> None:
-    """Calls `wait_for_endpoints` for external servers that sample."""
+    """Waits, as `wait_for_endpoints` does, for external servers that sample."""
     kind = ENGINES[config.rollout.engine]
     if _may_wait() and kind.groups(config.rollout, 1).placement == "elsewhere":
         wait_for_servers(f"{kind.key}.endpoints", config.rollout.vllm.endpoints, config.rollout.vllm.start_timeout)

@@ -144,9 +144,9 @@ def record_environment(
         ranks: ranks of the job.
         layouts: role -> its parallel layout in words.
         kernels: purpose -> implementation.
-        start: the entries that this module and `run/resume.py` read: "config", "after_step" and "models".
+        start: more entries; this module and `run/resume.py` read "config", "after_step" and "models".
     """
-    import torch  # seconds, which those who only read need not wait
+    import torch  # takes seconds, and the readers of the file do not need it
 
     file = directory / STARTS
     entry = {

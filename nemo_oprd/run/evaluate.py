@@ -17,7 +17,7 @@ from nemo_oprd.evaluation.responses import METRICS
 from nemo_oprd.evaluation.tables import details, table
 from nemo_oprd.megatron.parallel import init_distributed, seed_everything
 from nemo_oprd.rollout.engine import RolloutEngine
-from nemo_oprd.run.checks import Check, refusals, stop_at_first, wait_for_sampling_endpoints
+from nemo_oprd.run.checks import Check, check_output_directory, refusals, stop_at_first, wait_for_sampling_endpoints
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
 from nemo_oprd.run.models import ModelFiles, student_files
 from nemo_oprd.run.prompt_files import held_out_problems
@@ -60,6 +60,7 @@ class EvaluationInputs:
 
 RESPONSES_FIT = Check[EvaluationInputs]("responses", lambda inputs: inputs.generations.check())
 EVALUATION_CHECKS = (
+    Check[EvaluationInputs]("output", lambda inputs: check_output_directory(inputs.sampling.config, "evaluate")),
     Check[EvaluationInputs]("vocabulary", lambda inputs: inputs.model.check_vocabulary()),
     Check[EvaluationInputs]("data", lambda inputs: inputs.evaluator),
     Check("sampling-device", EvaluationInputs.check_sampling_device),
@@ -95,7 +96,7 @@ def evaluate(sampling: SamplingSpec) -> None:
         @cache
         def engine() -> RolloutEngine:
             shared = kind.groups(config.rollout, sampling.ranks.size).placement == "elsewhere"
-            # as a training run masks them
+            # servers that a training run shares mask the ids that it masks
             sampled = servers_ids(config, sampling.student) if shared else tokenizer.ids(spec.vocab_size)
             made = make_engine(config, spec, model.directory, sampling.ranks, tokenizer.eos_ids, sampled)
             stack.callback(made.close)

@@ -116,7 +116,7 @@ class SampledRollouts:
                 engine.close()
 
     def _engine(self, distiller: Distiller) -> RolloutEngine:
-        """Returns the engine with the student's weights; made only if a response has to be sampled."""
+        """Makes an engine and gives it the student's weights; returns it."""
         files, layout, sampled = self.student, distiller.student.role.layout, self.files.sampled_ids
         engine = make_engine(self.config, files.spec, files.directory, layout, files.tokenizer.eos_ids, sampled)
         engine.update_weights(distiller.student.hf_weights, 0)

@@ -1,11 +1,11 @@
-"""The inputs of a training run: the stage between `RunSpec` and `TrainingRun`.
+"""The inputs of a command that builds models: the stage between `RunSpec` and `TrainingRun`.
 
     RunSpec      what a run is, from the configuration and config.json files    resolve.py
     RunInputs    what it reads: tokenizers, prompts or recorded rollouts, weights' files, the checkpoint to resume from
     TrainingRun  what runs: models, engine, sampler, records                    training.py
 
-`read_inputs` makes every check that needs no model, those of `input_checks` in their order, and leaves no trace: it
-writes nothing and uses no collective.
+`read_inputs` makes the `input_checks` of a command, which need no model, in their order. It leaves no trace: it writes
+nothing and uses no collective.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from nemo_oprd.run.checkpoint_directory import (
     iteration_directory,
     newest_steps,
 )
-from nemo_oprd.run.checks import Check, check_engine, refusals, stop_at_first, wait_for_endpoints
+from nemo_oprd.run.checks import (
+    Check,
+    check_engine,
+    check_output_directory,
+    refusals,
+    stop_at_first,
+    wait_for_endpoints,
+)
 from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
 from nemo_oprd.run.engine_kinds import ENGINES
 from nemo_oprd.run.models import RunFiles, RunPlan, make_plan
@@ -98,10 +105,12 @@ class RunInputs:
 def input_checks(command: Command, config: Config) -> Iterator[Check[RunInputs]]:
     """Yields the checks of the third stage of a start that this command needs, in order."""
     samples = config.rollout.replay is None
-    if command == "doctor":  # after the files, whose findings say why
+    if command == "doctor":  # the other commands make these in `run_checks`, before those of files
         yield Check("engine", lambda inputs: check_engine(config, inputs.files.student.spec))
         if config.evaluation.teacher:
             yield Check(TEACHER_SAMPLED.code, lambda inputs: TEACHER_SAMPLED.function(inputs.spec))
+    writes = "train" if command == "doctor" else command
+    yield Check("output", lambda inputs: check_output_directory(config, writes))
     yield Check("data", lambda inputs: inputs.data)
     if samples:
         yield Check("sampling-device", RunInputs.check_sampling_device)

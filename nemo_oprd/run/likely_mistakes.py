@@ -18,7 +18,7 @@ from nemo_oprd.run.data import TrainingData
 from nemo_oprd.run.models import RunPlan
 from nemo_oprd.run.resolve import RunModels
 
-# share of the prompts of a source that render to one text; the excerpt of that text
+# the share of a source's prompts that must render alike for a warning; the characters of their text in it
 NEARLY_ALL, SHOWN = 0.9, 60
 # a teacher's own prompts are rendered again, so only a few of them are checked, evenly spaced
 TEACHER_PROMPTS = 200
@@ -85,7 +85,7 @@ def prompts_alike(source: str, prompts: Sequence[T], show: Callable[[T], str] = 
 
 
 def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
-    """Returns a line if a teacher's layers have fewer weights than the student's; else, and for servers, None."""
+    """Returns a line if a teacher's layers have fewer weights than the student's; None otherwise, and for servers."""
     if not teacher.ffn_size:  # `read_served_spec` does not read it
         return None
     ours, theirs = layer_weights(student), layer_weights(teacher)
@@ -98,6 +98,6 @@ def smaller_teacher(student: ModelSpec, teacher: ModelSpec) -> str | None:
 
 
 def layer_weights(spec: ModelSpec) -> float:
-    """Counts the weights in the layers of a model, without biases and norms, by the shapes of its mappings."""
-    shapes = (shape for mapping, _, shape in mapped_shapes(spec) if mapping.layer is not None)
-    return float(sum(math.prod(shape) for shape in shapes if len(shape) > 1))
+    """Counts the weights in the layers of a model, without routers, biases and norms, by the shapes of its mappings."""
+    of_layers = [(name, shape) for mapping, name, shape in mapped_shapes(spec) if mapping.layer is not None]
+    return float(sum(math.prod(shape) for name, shape in of_layers if len(shape) > 1 and "router" not in name))

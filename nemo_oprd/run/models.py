@@ -172,7 +172,7 @@ class ModelFiles:
 
 
 class RunFiles:
-    """The models of a run, each opened once."""
+    """The files of a run's models, each opened once."""
 
     def __init__(self, config: Config, models: RunModels) -> None:
         self.models, self._config = models, config
@@ -233,7 +233,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The models that a run will build, after all checks that need no model.
+    """The models that a run will build, and its objective.
 
     Making a plan loads no weights, writes no files and does not communicate.
     """
@@ -250,7 +250,7 @@ class RunPlan:
 
 
 def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = False) -> RunPlan:
-    """Makes every check of tokenizers, bridges and weights that is possible before models are built; returns the plan.
+    """Resolves the objective and opens bridges and weights, to find mistakes before models are built; returns the plan.
 
     Args:
         files: the models, if they are already open.
@@ -373,7 +373,7 @@ def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool
         trainable=trainable,
     )
     if plan.files.student not in plan.files.teachers:
-        plan.files.student.close()  # first: what was read of its files stays in memory until then
+        plan.files.student.close()  # closed first: what was read of its files stays in memory until then
     teachers: list[Teacher] = []
     for number, files in enumerate(plan.files.teachers):
         if number in servers:

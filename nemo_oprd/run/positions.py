@@ -15,7 +15,7 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.models import ModelSpec
 
 CODE = "positions-too-few"
-# tokens of a prompt where neither the configuration nor the user says how long prompts are
+# the assumed length of prompts, if neither the configuration nor the user gives one
 USUAL_PROMPT = 256
 
 
@@ -45,7 +45,7 @@ class TooFewPositions:
 
 
 def prompt_tokens(config: Config, student: ModelSpec, given: int | None = None) -> int:
-    """Returns tokens of the longest prompts: `given`, else `data.max_prompt_tokens`, else a usual number that fits.
+    """Returns the length of the longest prompts: `given`, else `data.max_prompt_tokens`, else a usual one that fits.
 
     Raises:
         ValueError: `given` leaves no room for a response.
@@ -63,7 +63,7 @@ def prompt_tokens(config: Config, student: ModelSpec, given: int | None = None) 
 
 
 def known_prompt(config: Config, student: ModelSpec, given: int | None = None) -> int | None:
-    """Returns tokens of the longest prompts: `given`, else a `data.max_prompt_tokens` below the student's positions."""
+    """Returns the length of the longest prompts: `given` or `data.max_prompt_tokens`, if below `max_positions`."""
     known = given or config.data.max_prompt_tokens
     return known if known is not None and known < student.max_positions else None
 

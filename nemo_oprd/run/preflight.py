@@ -1,9 +1,9 @@
-"""The first two stages of a start, before torch is imported: what is asked, and what the run is.
+"""The first two stages of a start: the request, and the run. Only `check_promise` may import torch.
 
     StartRequest             a configuration, a number of ranks and a command         config_checks
     RunSpec, SamplingSpec    models, layers, layouts, from config.json (resolve.py)   LAYOUT_CHECKS, run_checks
 
-`preflight` stops at the first check that fails; `doctor` asks `refused_start` for all of a stage. The next stage,
+`preflight` stops at the first check that fails; `refused_start` returns all refusals, for `doctor`. The next stage,
 `RunInputs`, is in `inputs.py`, with its `input_checks`.
 """
 
@@ -126,7 +126,7 @@ def _bridges(config: Config) -> Iterator[NamedFile]:
             yield NamedFile(key, str(path), "a bridge made by nemo-oprd fit-bridge", fix, (".safetensors",), True)
 
 
-# `doctor` makes the checks of `train`, except those of servers, which it examines itself
+# `doctor` makes the checks of `train`: that of the engine in `input_checks`, that of teachers' servers by itself
 Command: TypeAlias = Literal["train", "verify", "fit-bridge", "doctor", "plan", "rehearse", "evaluate"]
 _TRAIN: tuple[Command, ...] = ("train", "doctor")
 _WITHOUT_LAUNCH: tuple[Command, ...] = ("plan", "rehearse")  # they start nothing here
@@ -134,7 +134,7 @@ _WITHOUT_LAUNCH: tuple[Command, ...] = ("plan", "rehearse")  # they start nothin
 
 @dataclass(frozen=True)
 class StartRequest:
-    """The first stage of a start: what a command was asked to do.
+    """The first stage of a start: a command, its configuration and its number of ranks.
 
     Attributes:
         ranks: the number of ranks of the job.
@@ -207,8 +207,6 @@ def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
         )
     yield Check("file-missing", lambda run: check_files(run.config, request.command, request.origin))
     yield Check("gpus-missing", lambda run: check_promise())
-    command = "train" if request.command == "doctor" else request.command
-    yield Check("output", lambda run: checks.check_output_directory(run.config, command))
 
 
 TEACHER_SAMPLED = Check[RunSpec](
@@ -277,4 +275,3 @@ def sampling_checks(request: StartRequest) -> Iterator[Check[SamplingSpec]]:
         yield Check("engine", lambda sampling: checks.check_engine(sampling.config, sampling.student.spec))
     yield Check("file-missing", lambda sampling: check_files(sampling.config, request.command, request.origin))
     yield Check("gpus-missing", lambda sampling: check_promise())
-    yield Check("output", lambda sampling: checks.check_output_directory(sampling.config, request.command))

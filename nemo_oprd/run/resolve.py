@@ -1,4 +1,4 @@
-"""Derives a run from a configuration and a number of ranks: models, layer pairs, teachers' shares and layouts.
+"""Derives a run from a configuration and a number of ranks: models, layer pairs, the teachers' routing and layouts.
 
 `preflight` calls `derive` and makes all checks; `resolve` is `derive` with the `LAYOUT_CHECKS` alone. Later stages take
 architectures and layouts from here. No torch is imported and no weights are read: a mistake shows within a second.
@@ -155,7 +155,7 @@ def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpe
 
 
 def derive(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
-    """Does what `resolve` does, without the `LAYOUT_CHECKS`."""
+    """Returns the run of `resolve`, without the `LAYOUT_CHECKS`."""
     models = resolve_models(config, fitting=fitting)
     return RunSpec(config, models, *checks.make_layouts(config, world_size))
 

@@ -1,4 +1,4 @@
-"""Checks which settings a run that is started again in its directory has changed, before models are built.
+"""Compares the settings of a start with those of the run in its directory, before models are built.
 
 The settings of a start are compared with those under which the last kept step ran (`run/config_history.py`).
 Keys that change the training result need permission (the schema has each key's rule). A model in another directory is
@@ -27,7 +27,7 @@ class Resume:
 
     Attributes:
         step: steps before the checkpoint to resume from; None for a new run.
-        changed: keys with other values than under the last kept step, or in a run that a new run would overwrite.
+        changed: keys whose values differ from those of the last kept step, or of a run that this start overwrites.
         refused: changed keys that alter the training result and are not permitted.
     """
 
@@ -75,7 +75,7 @@ def compare_settings(config: Config, step: int | None) -> Resume:
         changed = _with_models(before, step or 1, changed, old, new)
     else:
         changed = [replace(c, rule="free") if c.key.endswith((".hf_path", ".checkpoint")) else c for c in changed]
-    if step is None:  # without a checkpoint, keys that one would fix need only permission
+    if step is None:  # without a checkpoint, keys that a checkpoint would fix need only permission
         changed = [replace(c, rule="learned") if c.rule == "fixed" else c for c in changed]
     allow = config.train.allow_changes
     refused = [c for c in changed if c.rule == "fixed" or (c.rule == "learned" and not allowed(c, allow))]

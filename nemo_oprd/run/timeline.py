@@ -164,7 +164,7 @@ def read_timeline(directory: Path) -> list[Interval]:
 def hidden_share(intervals: Sequence[Interval]) -> float | None:
     """Returns the share of the sampling time in which the ranks did not wait; None without sampling."""
     sampling = union((each.began, each.ended) for each in intervals if each.phase == SAMPLING)
-    others = union((each.began, each.ended) for each in intervals if each.phase not in (SAMPLING, WAITING))
+    others = union((each.began, each.ended) for each in intervals if each.phase not in (SAMPLING, WAITING, AHEAD))
     return length(common(sampling, others)) / length(sampling) if length(sampling) else None
 
 

@@ -92,7 +92,7 @@ class TrainingRun:
         return found
 
     def check_teachers(self, step: int) -> None:
-        """Checks the states of teachers on servers again, if that is due. Raises ValueError if they are wrong."""
+        """Checks the states of teachers on servers if due (ValueError if wrong); notes `AHEAD` in the timeline."""
         for teacher in self.distiller.teachers:
             if (span := teacher.prefetch_span(step)) is not None:
                 self.timeline.note(AHEAD, *span)
@@ -101,7 +101,7 @@ class TrainingRun:
     def settle(self, step: int, timer: PhaseTimer) -> dict[str, float]:
         """Collects and checks the responses sampled during the update of a step, before the weights change.
 
-        That includes an evaluation of these weights.
+        Also ends an evaluation of these weights that `EngineWithEvaluation` samples.
         """
         with timer("generate"):
             self.sampler.settle(step)
@@ -374,9 +374,9 @@ def _resume_cache(config: Config, student: Path) -> ResumeCache:
 
 
 def _overlapping(config: Config, engine: RolloutEngine) -> EngineWithEvaluation | None:
-    """Returns the engine that samples evaluations during training; None if it samples them alone.
+    """Returns an engine that samples evaluations together with later steps; None if evaluations are sampled alone.
 
-    It samples them alone without `rollout.max_lag`, if it is in-process, and with `train.keep_best`, because the
+    They are sampled alone without `rollout.max_lag`, by an in-process engine, and with `train.keep_best`, because the
     checkpoint of a best evaluation is written before the next step.
     """
     waits = ENGINES[config.rollout.engine].in_process or config.train.keep_best is not None

@@ -276,7 +276,7 @@ def resume_signature(config: Config, objective: Objective, needs: ModelNeeds) ->
         "trained_projectors": _trained_projectors(objective),
         # whether some parameters have a step count of their own, see megatron/partial_training.py
         "partially_trained": objective.trains_in_parts,
-        # decay of the teacher that is the student's moving average
+        # of the teacher that is the student's moving average; 0 for another teacher
         "moving_average_layers": needs.teacher_depth(objective, 0) if averages else 0,
     }
 

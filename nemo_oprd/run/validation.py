@@ -50,12 +50,12 @@ class Validation:
 
     Args:
         evaluator: None if the run does not evaluate.
-        models: what the run begins with.
+        models: those that the run begins with.
         checkpoints: the run's directory of checkpoints.
         first_step: the step that the run begins with; above 0 in a resumed run.
         signals: a received signal defers the current evaluation to the next start.
-        beside: an engine that samples an evaluation together with the next responses of training, while the gradient of
-            a step is computed; None: evaluations are sampled alone.
+        with_evaluation: samples an evaluation together with the next responses of training, while the gradient of a
+            step is computed; None: evaluations are sampled alone.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Validation:
         return EvaluationOutcome(best=best)
 
     def settle(self) -> None:
-        """Ends an evaluation that was sampled during a gradient, before the weights change.
+        """Ends an evaluation that was sampled while a gradient was computed, before the weights change.
 
         The caller has collected the training responses that were requested with it.
         """

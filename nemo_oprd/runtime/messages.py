@@ -2,8 +2,8 @@
 
 Modules log with `logging.getLogger(__name__)`, and importing them sets nothing up; a command calls `show`. A message is
 a line without level or name, on stderr. The first rank shows those of level INFO, and every rank its warnings, with the
-rank. `extra=ON_STDOUT` is for progress that has always been on stdout, `extra=ANY_RANK` for a message of one rank
-alone, which may be any rank. Durations and ranges of numbers are formatted here, too.
+rank. `extra=ON_STDOUT` sends a message to stdout, and `extra=ANY_RANK` shows it from whichever rank logs it.
+`hours_minutes_seconds` and `ranges` format durations and lists of numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 Verbosity = Literal["quiet", "usual", "verbose"]
 ON_STDOUT = {"on_stdout": True}
 ANY_RANK = {"any_rank": True}
-# Megatron's loggers warn of deprecated classes at every start, and torch's of a toolkit without a driver: `LibraryLog`.
+# `LibraryLog` takes these: Megatron warns of deprecated classes at every start, torch of a toolkit without a driver.
 LIBRARIES = ("megatron", "torch.utils.cpp_extension")
 LIBRARY_LOG = "libraries.log"
 
@@ -89,7 +89,7 @@ class LibraryLog(logging.Handler):
         self._file: Path | None = None
 
     def write_to(self, file: Path | None) -> None:
-        """Appends to `file` what is kept, and later messages as they come; None: keeps them for the next file."""
+        """Appends the kept messages to `file`, and later ones as they come; None: keeps later ones for the next."""
         self._file = file
         if file is None:
             self._seen.clear()

@@ -1,9 +1,9 @@
 """Checks which command may write into a directory: one rule for all commands (docs/runs.md, "Whose directory it is").
 
     A command writes into a directory that is missing or empty, or that it made itself. It refuses one that another
-    command made, a place inside such a directory that belongs to that command, and one with a file whose name the
-    command writes. Other files, such as a log, stay as they are; a command that replaces its own
-    earlier results (`replaces`) wants no such files beside them.
+    command made, a place in any command's directory that belongs to that command, and one with a file whose name the
+    command writes. Other files, such as a log, stay as they are; but a command that replaces its own
+    earlier results (`replaces`) accepts no other files beside them.
 
 `mark` writes the file `MARKER`, which names the command that made the directory. Without it, a run is recognised by its
 config.yaml, other results by the file that their command completes (`result`), and a model by its config.json. Other
@@ -99,20 +99,33 @@ def maker_of(directory: Path) -> Maker | None:
     if not directory.is_dir():
         return None
     marked = re.match(rb'\{"command": "([a-z-]+)"', _content(directory / MARKER))
-    if marked and marked[1].decode() in MAKERS:
+    if marked and marked[1].decode() in MAKERS and not all(_is_empty(path) for path in _visible(directory)):
         return MAKERS[marked[1].decode()]
     if _has_run_config(directory):
         return MAKERS["train"]
     for maker in MAKERS.values():
         if any(any(directory.glob(pattern)) for pattern in maker.result):
             return maker
+    if _has_responses_of_compare(directory):
+        return MAKERS["compare"]
     return MAKERS["export"] if b'"model_type"' in _content(directory / "config.json") else None
+
+
+def _visible(directory: Path) -> list[Path]:
+    """Lists what is in a directory, without hidden files and logs of servers, by name."""
+    return sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.name not in _LOGS)
 
 
 def _has_run_config(directory: Path) -> bool:
     """Returns whether config.yaml is the complete configuration of a run, and not another file of that name."""
     groups = set(re.findall(rb"^(\w+):", _content(directory / "config.yaml"), flags=re.MULTILINE))
     return {b"output", b"student", b"teacher", b"loss", b"rollout", b"train"} <= groups
+
+
+def _has_responses_of_compare(directory: Path) -> bool:
+    """Returns whether `compare` wrote teacher.jsonl; earlier versions wrote no marker, and teacher.json after it."""
+    line = _content(directory / "teacher.jsonl").partition(b"\n")[0]
+    return all(f'"{name}": '.encode() in line for name in ("prompt", "response", "ended", "prompt_ids"))
 
 
 def _content(file: Path) -> bytes:
@@ -138,8 +151,7 @@ def check_directory(
         what = kind_of(directory) or "a file"
         raise ValueError(f"{key}={directory}: {directory} is {what}, expected a directory; {fix}")
     check_place(directory, key)
-    visible = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    visible = [name for name in visible if not name.startswith(".") and name not in _LOGS]
+    visible = [path.name for path in _visible(directory)] if directory.is_dir() else []
     own = {*mine.writes, *writes}
     maker = maker_of(directory)
     strange = [name for name in visible if not any(fnmatchcase(name, each) for each in own)]

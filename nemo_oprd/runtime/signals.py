@@ -22,6 +22,8 @@ STOPPED_EXIT_CODE = 75
 
 # the signals that a scheduler or a user sends to all processes of a job
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# those of them that end a program which has nothing to save
+END_SIGNALS = JOB_SIGNALS[:3]
 
 # those that ask a run to stop
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

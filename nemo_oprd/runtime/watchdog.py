@@ -116,7 +116,7 @@ class Watchdog:
             self._thread.join(self.silent_s)
 
     def wait_for_others(self) -> None:
-        """Waits after `close`, on the first rank, whose process may hold the store, until all ranks have closed."""
+        """Waits after `close` until all ranks have closed; on the first rank only, whose process may hold the store."""
         deadline = time.monotonic() + self.silent_s
         while self.rank == 0 and time.monotonic() < deadline:
             if self._store.add(f"{self._prefix}/closed", 0) >= self.world:

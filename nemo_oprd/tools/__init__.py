@@ -1,1 +1,1 @@
-"""Programs beside training, imported by nothing of it: plan, doctor, rehearse, report, toy."""
+"""Programs beside training, which imports none of them: plan, doctor, rehearse, families, report, toy."""

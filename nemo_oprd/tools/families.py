@@ -32,7 +32,7 @@ Route = Literal["own", "bridge", "served", "refused"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelRoute:
     """The answer for the model in a directory; a row of the table, and an object in the file of `--json`.
 
     Attributes:
@@ -55,26 +55,28 @@ class Answer:
     why: str = ""
 
 
-def answer(directory: str) -> Answer:
+def answer(directory: str) -> ModelRoute:
     """Returns how the model in a directory can be used; reads its config.json, but no weights."""
     try:
         hf_config = read_hf_config(directory)
     except ValueError as error:
-        return Answer(directory, None, "refused", why=str(error))
+        return ModelRoute(directory, None, "refused", why=str(error))
     model_type = str(hf_config.get("model_type"))
     route: Route = "own" if model_type in FAMILIES else "bridge"
     if route == "bridge" and not _bridge_is_installed() and model_type in KINDS:
-        return Answer(directory, model_type, "bridge", why="Megatron-Bridge, which knows its sizes, is not installed")
+        return ModelRoute(
+            directory, model_type, "bridge", why="Megatron-Bridge, which knows its sizes, is not installed"
+        )
     try:
         family = find_family(BRIDGE, hf_path=directory) if route == "bridge" and _bridge_is_installed() else None
         spec = read_model_spec(directory, family)
     except ValueError as error:
         return _served(directory, hf_config, str(error))
     sizes = spec.num_layers, spec.num_kv_heads
-    return Answer(directory, model_type, route, model_parameters(spec), weights_in_words(hf_config), *sizes)
+    return ModelRoute(directory, model_type, route, model_parameters(spec), weights_in_words(hf_config), *sizes)
 
 
-def _served(directory: str, hf_config: dict, why: str) -> Answer:
+def _served(directory: str, hf_config: dict, why: str) -> ModelRoute:
     """Returns the answer for a model that the trainer does not build, for the reason `why`."""
     from nemo_oprd.models.served import read_served_spec
 
@@ -82,8 +84,10 @@ def _served(directory: str, hf_config: dict, why: str) -> Answer:
     try:
         spec = read_served_spec(directory)
     except ValueError as error:
-        return Answer(directory, model_type, "refused", why=f"{why}; and as a served teacher: {error}")
-    return Answer(directory, model_type, "served", layers=spec.num_layers, weights=weights_in_words(hf_config), why=why)
+        return ModelRoute(directory, model_type, "refused", why=f"{why}; and as a served teacher: {error}")
+    return ModelRoute(
+        directory, model_type, "served", layers=spec.num_layers, weights=weights_in_words(hf_config), why=why
+    )
 
 
 def weights_in_words(hf_config: dict) -> str:
@@ -138,7 +142,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"route bridge: provider=bridge; Megatron-Bridge, {version} or later for special parts, is {where}")
 
 
-def _in_words(found: Answer) -> tuple[str, ...]:
+def _in_words(found: ModelRoute) -> tuple[str, ...]:
     size = "" if found.parameters is None else _count_in_words(found.parameters)
     counts = ("" if count is None else str(count) for count in (found.layers, found.kv_heads))
     return found.directory, str(found.family), found.route, size, found.weights or "", *counts, found.why

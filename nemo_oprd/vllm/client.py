@@ -30,9 +30,9 @@ T = TypeVar("T")
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_EVERY_S = 2.0
 READY_EVERY_S = 0.25
-# deadline of calls that only start, pause or ask something
+# deadline of short calls, such as a pause or a query
 CALL_TIMEOUT_S = 120.0
-# deadline of the release: a server whose run ends without one notices that by itself
+# deadline of the release of a lease; without a release, the lease expires after LEASE_S
 RELEASE_TIMEOUT_S = 10.0
 
 
@@ -41,7 +41,7 @@ class ConnectionBroken(ServerDied):
 
 
 class Client:
-    """A connection pool to the servers of one controller, with its event loop in a thread."""
+    """HTTP connections to the servers that one rank calls, with an event loop in a thread of its own."""
 
     def __init__(self) -> None:
         self._http: dict[Path | None, Any] = {}  # by the Unix socket; None: over TCP
@@ -122,8 +122,8 @@ class Client:
         """POSTs `body` as JSON; returns the answer as parsed by `read`, or None if the answer is empty.
 
         Raises:
-            ServerDied: no answer, or not in time, or an answer of a server that is ending.
-            ServerRefused: the server is healthy and refuses.
+            ServerDied: the server does not answer in time, breaks the connection, or is unhealthy after an error 5xx.
+            ServerRefused: the server refuses the call.
         """
         if LEASE in server.headers and server.number not in self._renewals:
             self._renewals[server.number] = asyncio.create_task(self._renew(server))
@@ -148,7 +148,7 @@ class Client:
     async def post_watched(
         self, server: Server, path: str, body: Any = None, *, timeout: float = CALL_TIMEOUT_S
     ) -> Any:
-        """Calls `post` where it may take long; raises ServerDied as soon as a health check finds the server dead.
+        """Calls `post` for a long call; raises ServerDied as soon as a health check finds the server dead.
 
         An API server whose engine dies during a call may never answer it, because it does not exit before all
         connections are closed.
@@ -177,7 +177,7 @@ class Client:
                 return f"{server.name} is not well, or did not answer /health within {HEALTH_TIMEOUT_S:.0f} s"
 
     async def is_healthy(self, server: Server, timeout: float = HEALTH_TIMEOUT_S) -> bool:
-        """Returns whether the server passes a health check within `timeout` s; False at once if its port is closed."""
+        """Returns whether the server passes a health check within `timeout` s; False at once without a connection."""
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:

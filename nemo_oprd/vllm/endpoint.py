@@ -1,4 +1,4 @@
-"""Servers that others run (`rollout.vllm.endpoints`): address, token and lease of each, and the wait for all."""
+"""Servers that others run (`rollout.vllm.endpoints`, `teacher.vllm.endpoints`): address, token, lease, start check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, RUN, read_tokens
 logger = logging.getLogger(__name__)
 
 UNIX = "unix://"
-# a server that does not answer for this long is asked again, after the others
+# limit of one health check in `wait_for_servers`, which then checks the other servers before it tries again
 _ANSWER_S = 10.0
 # a file in a run directory: a secret of mode 0600, by which endpoints recognise a later start of the run
 LEASE_FILE = Path("vllm", "lease")
@@ -59,7 +59,7 @@ class Endpoint(Server):
 def caller(token_file: str, output: str, url: str) -> dict[str, str]:
     """Makes the headers by which an endpoint recognises this run: token, lease, and a description for other runs.
 
-    The first part of a lease is equal for all starts in the directory `output`, whose lock lets only one run at a time.
+    The first part of a lease is equal for all starts in the directory `output`, whose lock admits one run at a time.
     It differs between endpoints, and between copies of the directory. The second part names the start.
 
     Raises:

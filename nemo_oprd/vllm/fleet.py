@@ -1,6 +1,6 @@
-"""A fleet: the servers, for samples or of a teacher, that one rank starts or checks, restarts if they die, and ends.
+"""The servers that one rank starts or checks, restarts if they die, and ends: servers that sample, or a teacher's.
 
-All ranks share the failures of an attempt, so that all of them try again, or end with the same line.
+All ranks share the failures of an attempt, so that all of them try again, or end with the same error.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Fleet:
 
     Attributes:
         start_timeout: seconds until a server answers after its start.
-        client: makes all calls to servers; None on a rank that calls none. One that calls other ranks' servers has one.
-        folder: of this rank in shared memory.
-        deaths: of the servers of all ranks.
+        client: makes all calls to servers, including those of other ranks; None on a rank that calls no server.
+        folder: this rank's folder in shared memory.
+        deaths: how many servers of all ranks have died.
     """
 
     start_timeout: float

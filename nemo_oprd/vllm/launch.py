@@ -75,7 +75,7 @@ def check_head_size(spec: ModelSpec) -> None:
 def common_arguments(
     config: Config, directory: Path, role: str, *, longest: int, sequences: int, tensor: int, memory: float | None
 ) -> list[str]:
-    """Returns the arguments of every server, of samples or of a teacher's states, without its address.
+    """Returns the arguments that servers that sample and a teacher's servers have in common, without an address.
 
     Args:
         role: the served model's name.
@@ -96,7 +96,7 @@ def common_arguments(
 
 
 def student_arguments(config: Config, spec: ModelSpec, directory: Path, known: TokenIds, *, cuda: bool) -> list[str]:
-    """Returns a server's arguments, without its address. Responses have seeds of their own, besides the server's.
+    """Returns the arguments of a server that samples, without its address. Each response also has a seed of its own.
 
     Args:
         directory: where the model's config.json is; weights are not read from it.

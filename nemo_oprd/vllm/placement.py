@@ -68,7 +68,7 @@ def place_servers(
 
 
 def dedicated_ranks(config: ServerConfig) -> int:
-    """The number of dedicated ranks, the last ones of the job, which hold servers and no model."""
+    """Returns the number of dedicated ranks, the last ones of the job, which hold servers and no model."""
     if config.placement == "colocated":
         return 0
     return (config.replicas or 1) * config.tensor

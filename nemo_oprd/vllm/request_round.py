@@ -32,7 +32,7 @@ class Reader(Protocol[Read]):
         """Parses the answer to request `index`, which asked for at most `most` tokens.
 
         Raises:
-            ServerDied: the server aborted the request.
+            ServerDied: the server aborted the request, or was restarted.
             ServerRefused: the answer does not belong to this request.
         """
         ...
@@ -44,13 +44,13 @@ class RequestRound(Generic[T]):
 
     Attributes:
         claim: returns the next request; None if none is left. Other controllers claim from the same queue.
-        slots: most requests at a server at a time, so that no server takes requests for which another one has room.
+        slots: the most requests at a server at a time, so that no server takes requests for which another one has room.
         deliver: called with every answer: the index of its request, the parsed answer, and the server's number.
         path_of: returns the path of a request by its index; None: GENERATE.
-        take_back: called with a request of a dead server; `claim` returns it again later. None: this object keeps it
-            and sends it to another server.
+        take_back: called with a claimed request that got no answer; `claim` returns it again later. None: this object
+            keeps the request and sends it to another server.
         died: per server, why it counts as dead.
-        error: an error that makes further sampling pointless.
+        error: an error that makes further requests pointless.
         busy_s: per server, the seconds from `began`, a time.monotonic(), until its last response.
         stopped: set it to end the round, which drops requests under way and closes their connections.
         is_cut: whether to claim no more requests, see `cut`.
@@ -72,7 +72,7 @@ class RequestRound(Generic[T]):
     is_cut: bool = False
     _pauses: asyncio.Future | None = None
     _slots: dict[int, tuple[Server, asyncio.Future]] = field(default_factory=dict)  # by the number of their server
-    _again: list[Claimed] = field(default_factory=list)  # claimed by a server that died
+    _again: list[Claimed] = field(default_factory=list)  # claimed requests that got no answer
     _deaths: dict[int, asyncio.Event] = field(default_factory=dict)
 
     async def run(self, servers: list[Server]) -> None:

@@ -1,4 +1,4 @@
-"""The rounds of a call: all controllers sample together until no request is left to claim, or a failure ends the round.
+"""The rounds of a call to the engine: all controllers sample until no request is left to claim, or a failure ends it.
 
 Every rank has one `Rounds` and calls it alike. A round begins without a collective, and continues while the trainer
 computes. The ranks take its responses when it is over, or before: `watch` takes complete ones, `cut` ends the round.
@@ -30,9 +30,6 @@ from nemo_oprd.vllm.fleet import Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.sampler import Job, Round, RoundSummary, Sampler, Task
 from nemo_oprd.vllm.server import ServerRefused
-
-# The progress of a round, the queue from which controllers claim requests, and the order of requests in it.
-
 
 # Progress of a round: which responses the controllers have, and whether these are enough.
 #

@@ -24,12 +24,12 @@ from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.worker.nemo_oprd_answers import PACKED, unpack
 
-# The requests of a call of `generate`: one HTTP request per response.
+# The requests of a call to the engine: one HTTP request per response.
 
 
 @dataclass(frozen=True)
 class Task:
-    """The requests of a call, and the limits that all responses share."""
+    """The requests of a call to the engine, and the limits that all responses share."""
 
     requests: Sequence[Request]
     sampling: SamplingParams
@@ -159,7 +159,7 @@ class RoundSummary:
 
     @staticmethod
     def of(mine: Round, cancelled: bool) -> RoundSummary:
-        """Summarises one rank's round; `cancelled`: whether the rank was asked to cancel it."""
+        """Summarises one rank's round; `cancelled`: whether a cancellation ended it."""
         return RoundSummary({*mine.sampled}, mine.died, mine.error, mine.busy_s, cancelled)
 
     @staticmethod

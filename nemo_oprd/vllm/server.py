@@ -121,7 +121,7 @@ class LocalServer(Server):
         flags: see `common_arguments`.
         devices: CUDA devices that it sees; None: without CUDA.
         log: the file to which it appends its output.
-        variables: of its environment, besides those of all servers.
+        variables: environment variables in addition to those of all servers.
         directory: a directory of this process, which this user alone can enter, for the server's sockets; the guard
             removes it when this process ends. Its path is short: a socket's path has at most 107 bytes.
     """

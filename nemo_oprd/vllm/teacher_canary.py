@@ -24,13 +24,13 @@ from nemo_oprd.canary.verdict import head_rows, prove_head
 from nemo_oprd.losses.vocab_parallel import OutputHead, VocabShard
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
-from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
 
 # tolerance of a log-probability, by the precision of states and head
 _HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 # sends requests to a server and returns its answers
-RequestsStates = Callable[[list[Request]], list[Answer]]
+RequestsStates = Callable[[list[TeacherRequest]], list[TeacherAnswer]]
 # layer -> a tensor [T, D] per prompt; layer L before the final norm, and the state after it as layer L + 1
 States = dict[int, list[torch.Tensor]]
 
@@ -101,18 +101,18 @@ class Canary:
         """Requests the server's states of all rows of the prompts."""
         layers = [*range(1, self.spec.num_layers + 2)]
         answers = request_states(
-            [Request(ids, StateRequest(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts]
+            [TeacherRequest(ids, StateRequest(uuid.uuid4().hex, layers, [*range(len(ids))], [])) for ids in prompts]
         )
         return {layer: [answer.states[at] for answer in answers] for at, layer in enumerate(layers)}
 
     def _heads(self, request_states: RequestsStates, prompts: list[list[int]]) -> list[torch.Tensor]:
-        """Requests, for the last rows of each prompt, float32 [n, 2]: the next token's log-probability, the entropy."""
+        """Requests the next token's log-probability and the entropy in the last rows of each prompt: float32 [n, 2]."""
         requests = []
         for ids in prompts:
             rows = head_rows(len(ids))
             tokens, vocabulary = [ids[row + 1] for row in rows], self.spec.vocab_size
             requests.append(
-                Request(ids, StateRequest(uuid.uuid4().hex, [], [], rows, tokens, vocabulary, chunk=HEAD_ROWS))
+                TeacherRequest(ids, StateRequest(uuid.uuid4().hex, [], [], rows, tokens, vocabulary, chunk=HEAD_ROWS))
             )
         return [answer.final for answer in request_states(requests)]
 
@@ -123,7 +123,7 @@ class Canary:
         wanted = StateRequest(
             uuid.uuid4().hex, bridge.layers, [*range(len(ids))], [], bridge=bridge.digest, rank=bridge.rank
         )
-        (answer,) = request_states([Request(ids, wanted)])
+        (answer,) = request_states([TeacherRequest(ids, wanted)])
         bridge.check_projection(answer.states, [states[layer][0] for layer in bridge.layers], str(self.directory))
 
     def _compared(
@@ -154,8 +154,10 @@ class Canary:
             answer.final
             for answer in request_states(
                 [
-                    Request(ids, StateRequest(uuid.uuid4().hex, [], [], rows)),
-                    Request(ids, StateRequest(uuid.uuid4().hex, [], [], rows, ids[1:], vocabulary, chunk=len(rows))),
+                    TeacherRequest(ids, StateRequest(uuid.uuid4().hex, [], [], rows)),
+                    TeacherRequest(
+                        ids, StateRequest(uuid.uuid4().hex, [], [], rows, ids[1:], vocabulary, chunk=len(rows))
+                    ),
                 ]
             )
         )

@@ -14,7 +14,7 @@ KEY = "teacher.vllm"
 MAX_SEQUENCES = 64
 # tokens of a forward pass; vLLM computes longer prompts in chunks
 BATCHED_TOKENS = 2048
-# a server's environment: hooks need the first runner, and the token that a request samples is one position more
+# a server's environment: hooks need vLLM's first runner, and the token that a request samples takes one more position
 VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 
@@ -37,7 +37,7 @@ def teacher_arguments(config: Config, directory: Path, longest: int, *, cuda: bo
             memory=config.teacher_server_share if cuda else None,
         ),
         *("--load-format", "auto", "--max-num-batched-tokens", str(BATCHED_TOKENS)),
-        # a compiled model calls no hooks, and vLLM does not compute a cached prefix
+        # a compiled model calls no hooks, and vLLM does not compute a cached prefix again
         *("--enforce-eager", "--no-enable-prefix-caching"),
         *("--worker-extension-cls", "nemo_oprd_teacher.TeacherExtension"),
         *map(str, settings.flags),

@@ -26,7 +26,7 @@ from nemo_oprd.vllm.worker.nemo_oprd_requests import LOGPROB_COLUMNS, STATE_REQU
 
 
 @dataclass(frozen=True)
-class Answer:
+class TeacherAnswer:
     """A server's results for one sequence, in host memory.
 
     Attributes:
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Request:
+class TeacherRequest:
     """A request to a server: a sequence, and the rows to compute of it."""
 
     ids: list[int]
@@ -57,11 +57,11 @@ class Request:
         }
         return {"token_ids": self.ids, "sampling_params": sampling}
 
-    def renamed(self) -> Request:
+    def renamed(self) -> TeacherRequest:
         """Returns the same request with a new name for its answer."""
-        return Request(self.ids, replace(self.state_request, name=uuid.uuid4().hex))
+        return TeacherRequest(self.ids, replace(self.state_request, name=uuid.uuid4().hex))
 
-    def pieces(self, room: int, width: int, dtype: str) -> list[Request]:
+    def pieces(self, room: int, width: int, dtype: str) -> list[TeacherRequest]:
         """Splits the request if its answer takes more than `room` bytes; else returns the request alone.
 
         Pieces have at least one row; with a bridge a multiple of PROJECTED_ROWS or the rest. `joined` joins answers.
@@ -82,16 +82,16 @@ class Request:
             part = slice(start, start + final_at_a_time)
             tokens = None if asked.tokens is None else asked.tokens[part]
             found.append(replace(asked, rows=[], final_rows=asked.final_rows[part], tokens=tokens))
-        return [Request(self.ids, piece).renamed() for piece in found]
+        return [TeacherRequest(self.ids, piece).renamed() for piece in found]
 
-    def joined(self, answers: list[Answer]) -> Answer:
+    def joined(self, answers: list[TeacherAnswer]) -> TeacherAnswer:
         """Joins the answers to the `pieces`, in order, into the answer to the request."""
         if len(answers) == 1:
             return answers[0]
         final = [answer.final for answer in answers if len(answer.final)] or [answers[0].final]
-        return Answer(torch.cat([answer.states for answer in answers], dim=1), torch.cat(final))
+        return TeacherAnswer(torch.cat([answer.states for answer in answers], dim=1), torch.cat(final))
 
-    def read(self, header: dict[str, Any], values: bytearray, server: str, expected: dict[str, Any]) -> Answer:
+    def read(self, header: dict[str, Any], values: bytearray, server: str, expected: dict[str, Any]) -> TeacherAnswer:
         """Checks and returns the answer in a file or HTTP body.
 
         Args:
@@ -123,7 +123,7 @@ class Request:
                 f"{server}: states of the teacher are not finite; expected numbers: look for NaN in the teacher's "
                 "weights, or take precision=fp32"
             )
-        return Answer(states, final)
+        return TeacherAnswer(states, final)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class SequenceRequest:
         at, output_at: per row, its index in the answer; two tokens of the student may share a state of the teacher.
     """
 
-    request: Request
+    request: TeacherRequest
     rows: np.ndarray
     at: np.ndarray
     output_rows: np.ndarray
@@ -186,7 +186,7 @@ def sequence_requests(
                 rank=0 if bridge is None else bridge.rank,
             )
             ids = rollouts[i].as_read_by_teacher().ids[:length].tolist()
-            wanted.append(SequenceRequest(Request(ids, state_request), rows, at, output_rows, output_at))
+            wanted.append(SequenceRequest(TeacherRequest(ids, state_request), rows, at, output_rows, output_at))
     return wanted
 
 
@@ -201,7 +201,7 @@ class Shards:
         self._output_rows: list[np.ndarray] = []
         self._output: list[torch.Tensor] = []
 
-    def take(self, wanted: SequenceRequest, answer: Answer) -> None:
+    def take(self, wanted: SequenceRequest, answer: TeacherAnswer) -> None:
         """Takes the rows of one sequence."""
         match, state_request = self._match, wanted.request.state_request
         at = on_device(wanted.at)

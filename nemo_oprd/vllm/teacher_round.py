@@ -27,7 +27,7 @@ from nemo_oprd.vllm.fleet import Failures
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_launch import KEY, MAX_SEQUENCES
-from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_requests import ROOM, STATES, AnswerFolder, read_answer
 
@@ -74,7 +74,7 @@ class AnswerBodies:
         sizes: bytes of the answers, by index.
     """
 
-    requests: Mapping[int, Request]
+    requests: Mapping[int, TeacherRequest]
     width: int
     dtype: str
     generations: Mapping[str, int]
@@ -84,7 +84,7 @@ class AnswerBodies:
         """Returns the path of a request."""
         return f"{STATES}/{self.requests[index].state_request.name}?bytes={self.sizes[index]}"
 
-    def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
+    def read(self, index: int, answer: bytes, most: int, server: str) -> TeacherAnswer:
         """See `Reader`."""
         request = self.requests[index]
         header, values = read_answer(io.BytesIO(answer), len(answer), f"what {server} sent")
@@ -114,7 +114,7 @@ def host_room(ranks: int) -> int:
 # results do not depend on timing. A budget limits the files.
 
 
-def named(request: Request) -> Request:
+def named(request: TeacherRequest) -> TeacherRequest:
     """Returns the request with a new name for its answer: a digest of the ids and of everything that it asks for."""
     content = {**asdict(request.state_request), "name": ""}
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
@@ -152,7 +152,7 @@ class Prefetcher:
         self._under_way: list[Future[None]] = []
         self.used = 0  # the number of prefetched answers that this rank has taken
 
-    def offer(self, step: int, requests: list[Request], servers: list[Server]) -> None:
+    def offer(self, step: int, requests: list[TeacherRequest], servers: list[Server]) -> None:
         """Sends as many requests as the budget allows; any thread may call this."""
         for request in map(named, requests):
             size = sum(request.state_request.sizes(*self._of_model))
@@ -166,7 +166,7 @@ class Prefetcher:
                 server = servers[next(self._turn) % len(servers)]
                 self._under_way.append(self._client.start(self._request(early, request, server)))
 
-    async def _request(self, early: _Early, request: Request, server: Server) -> None:
+    async def _request(self, early: _Early, request: TeacherRequest, server: Server) -> None:
         async with self._slots:
             try:
                 await self._client.post(server, GENERATE, request.body(), timeout=self._limit_s, read=bytes)
@@ -183,10 +183,10 @@ class Prefetcher:
 
     def take_all(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[TeacherRequest],
         folder: AnswerFolder,
         generations: Collection[int],
-        take: Callable[[int, Answer], None],
+        take: Callable[[int, TeacherAnswer], None],
     ) -> None:
         """Calls `take` with each answer that exists and comes from a current process of a server, one of `generations`.
 
@@ -197,7 +197,9 @@ class Prefetcher:
             if (answer := self._found(request, folder, generations)) is not None:
                 take(i, answer)
 
-    def _found(self, request: Request, folder: AnswerFolder, generations: Collection[int]) -> Answer | None:
+    def _found(
+        self, request: TeacherRequest, folder: AnswerFolder, generations: Collection[int]
+    ) -> TeacherAnswer | None:
         request = named(request)
         found = folder.take(request.state_request.name)
         if found is None or "error" in found[0] or found[0].get("generation") not in generations:
@@ -225,7 +227,7 @@ class Prefetcher:
 
 
 @dataclass
-class RequestQueue:
+class TeacherRequestQueue:
     """The requests still to send, and the bytes of answers that wait for this rank.
 
     Attributes:
@@ -236,11 +238,11 @@ class RequestQueue:
         under_way: requests claimed and neither taken nor given back, by index.
     """
 
-    left: list[tuple[int, Request]]
+    left: list[tuple[int, TeacherRequest]]
     sizes: dict[int, int]
     room: int
     waiting: int = 0
-    under_way: dict[int, Request] = field(default_factory=dict)
+    under_way: dict[int, TeacherRequest] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def claim(self) -> Claimed | None:
@@ -260,7 +262,7 @@ class RequestQueue:
             await self._changed.wait()
         return None
 
-    def taken(self, index: int) -> Request:
+    def taken(self, index: int) -> TeacherRequest:
         """Ends a request under way, because its answer has left shared memory or will not come; returns the request."""
         self.waiting -= self.sizes[index]
         self._changed.set()
@@ -275,13 +277,15 @@ class RequestQueue:
 class _Whole:
     """Joins the answers to the pieces of a request into one answer to the request."""
 
-    def __init__(self, requests: Sequence[Request], owners: Sequence[int], take: Callable[[int, Answer], None]) -> None:
+    def __init__(
+        self, requests: Sequence[TeacherRequest], owners: Sequence[int], take: Callable[[int, TeacherAnswer], None]
+    ) -> None:
         """Begins without answers. `owners`: for each piece, the index of its request, whose pieces are adjacent."""
         self._requests, self._owners, self._take = requests, owners, take
-        self._found: dict[int, dict[int, Answer]] = {}
+        self._found: dict[int, dict[int, TeacherAnswer]] = {}
         self._pieces = Counter(owners)
 
-    def take(self, piece: int, answer: Answer) -> None:
+    def take(self, piece: int, answer: TeacherAnswer) -> None:
         """Stores the answer to a piece; after a request's last piece, passes the joined answer to the given `take`."""
         index = self._owners[piece]
         found = self._found.setdefault(index, {})
@@ -296,12 +300,12 @@ class AnswerFiles:
     """Parses the answers in a folder; a `Reader` of `RequestRound`."""
 
     folder: AnswerFolder
-    requests: Mapping[int, Request]  # those under way
+    requests: Mapping[int, TeacherRequest]  # those under way
     width: int
     dtype: str
     generations: Mapping[str, int]  # server's name -> the start that has passed the canary
 
-    def read(self, index: int, answer: bytes, most: int, server: str) -> Answer:
+    def read(self, index: int, answer: bytes, most: int, server: str) -> TeacherAnswer:
         """See `Reader`; ignores the HTTP answer, which holds one sampled token."""
         request = self.requests[index]
         found = self.folder.take(request.state_request.name)
@@ -315,7 +319,7 @@ class AnswerFiles:
 
 
 @dataclass(frozen=True)
-class Round:
+class TeacherRound:
     """Sends a rank's requests to servers.
 
     Attributes:
@@ -338,9 +342,9 @@ class Round:
 
     def request_states(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[TeacherRequest],
         missing: list[int],
-        take: Callable[[int, Answer], None],
+        take: Callable[[int, TeacherAnswer], None],
         failures: Failures,
         servers: list[Server],
     ) -> None:
@@ -351,12 +355,12 @@ class Round:
         pieces = [(i, piece) for i in missing for piece in requests[i].pieces(self.room, self.width, self.dtype)]
         sizes = {at: sum(piece.state_request.sizes(self.width, self.dtype)) for at, (_, piece) in enumerate(pieces)}
         left = [(at, piece) for at, (_, piece) in reversed([*enumerate(pieces)])]  # `claim` takes the last one
-        waiting, whole = RequestQueue(left, sizes, self.room), _Whole(requests, [i for i, _ in pieces], take)
+        waiting, whole = TeacherRequestQueue(left, sizes, self.room), _Whole(requests, [i for i, _ in pieces], take)
         reader = self._reader(waiting)
         path_of = reader.path_of if isinstance(reader, AnswerBodies) else None
-        arrived: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[tuple[int, TeacherAnswer] | None] = queue.SimpleQueue()
 
-        def deliver(index: int, answer: Answer, _: int) -> None:
+        def deliver(index: int, answer: TeacherAnswer, _: int) -> None:
             waiting.taken(index)
             arrived.put((index, answer))
 
@@ -371,21 +375,21 @@ class Round:
         if work.error is not None:
             failures.refused.append(work.error)
 
-    def answers(self, requests: list[Request], server: Server) -> list[Answer]:
+    def answers(self, requests: list[TeacherRequest], server: Server) -> list[TeacherAnswer]:
         """Returns one server's answers to all requests.
 
         Raises:
             ServerDied: the server ended.
             ServerRefused: the server gives no states.
         """
-        failures, found = Failures(), dict[int, Answer]()
+        failures, found = Failures(), dict[int, TeacherAnswer]()
         self.request_states(requests, [*range(len(requests))], found.__setitem__, failures, [server])
         failures.check()
         for why in failures.died.values():
             raise ServerDied(why)
         return [found[i] for i in range(len(requests))]
 
-    def _reader(self, waiting: RequestQueue) -> AnswerBodies | AnswerFiles:
+    def _reader(self, waiting: TeacherRequestQueue) -> AnswerBodies | AnswerFiles:
         about = waiting.under_way, self.width, self.dtype, self.generations
         if self.folder is None:
             return AnswerBodies(*about, waiting.sizes)

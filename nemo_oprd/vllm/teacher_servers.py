@@ -45,11 +45,11 @@ from nemo_oprd.vllm.teacher_launch import (
     check_description,
     teacher_arguments,
 )
-from nemo_oprd.vllm.teacher_requests import Answer, Request, Shards, sequence_requests
-from nemo_oprd.vllm.teacher_round import Prefetcher, Round, host_room, server_room, shared_endpoint
+from nemo_oprd.vllm.teacher_requests import Shards, TeacherAnswer, TeacherRequest, sequence_requests
+from nemo_oprd.vllm.teacher_round import Prefetcher, TeacherRound, host_room, server_room, shared_endpoint
 from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_digest
 
-# A teacher that vLLM servers compute: its ranks request the rows of their own sequences.
+# A teacher whose states vLLM servers compute: its ranks request the rows of their own sequences.
 #
 # The role is data-parallel over the student's ranks and holds no weights. Plans, transfers and everything after them
 # are those of any teacher. Servers send states in the model's dtype, or a bridge's projections of them, in float32.
@@ -82,7 +82,7 @@ class ServedTeacher(Teacher):
         match, term, bridge = objective.run.teachers[self.number], objective.output, self.servers.bridge
         if self.servers.prefetcher is None:
             return
-        for data in range(plan.hidden.layout.data):  # whichever rank will need them in the batch
+        for data in range(plan.hidden.layout.data):  # any of these ranks may need them in the batch
             wanted = sequence_requests(rollouts, plan, data, match, term, bridge)
             self.servers.prefetcher.offer(step, [each.request for each in wanted], self.servers.near)
 
@@ -99,7 +99,7 @@ class ServedTeacher(Teacher):
         self.servers.close()
 
 
-# The servers' addresses and generations, which the ranks tell each other once the servers have passed the canary.
+# The servers' addresses and generations, which the ranks share once the servers have passed the canary.
 
 
 @dataclass
@@ -148,7 +148,7 @@ ANSWERS_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TeacherPlacement:
     """One server: the rank that starts or checks it, the ranks that use it, its CUDA devices (None: without CUDA).
 
     `url` is the address of an endpoint.
@@ -168,7 +168,7 @@ def place(
     readers: range,
     endpoints: Sequence[str] = (),
     first: int | None = None,
-) -> list[_Place]:
+) -> list[_TeacherPlacement]:
     """Places the servers of a teacher, the same on every rank.
 
     Args:
@@ -181,7 +181,7 @@ def place(
         ValueError: a machine with readers has no server, or a server has no reader on its machine.
     """
     if endpoints:
-        return [_Place(number, readers[0], tuple(readers), url=url) for number, url in enumerate(endpoints)]
+        return [_TeacherPlacement(number, readers[0], tuple(readers), url=url) for number, url in enumerate(endpoints)]
     settings = config.teacher.vllm
     behind = readers.stop if first is None or settings.placement == "colocated" else first
     end = behind + dedicated_ranks(settings)
@@ -196,7 +196,7 @@ def place(
                 f"{KEY}.placement=colocated, or fewer {KEY}.replicas"
             )
         names = tuple(str(devices[rank]) for rank in group) if cuda else None
-        places.append(_Place(number, near[0], near, names))
+        places.append(_TeacherPlacement(number, near[0], near, names))
     served = {rank for each in places for rank in each.readers}
     without = sorted({machines[rank] for rank in readers if rank not in served})
     if without:
@@ -223,7 +223,7 @@ def longest_sequence(config: Config, canary: Canary) -> int:
 
 
 def _local_server(
-    config: Config, directory: Path, longest: int, where: _Place, number: int, folder: Path
+    config: Config, directory: Path, longest: int, where: _TeacherPlacement, number: int, folder: Path
 ) -> LocalServer:
     """Makes a server of teacher `number`, not yet started, with its sockets and answers in `folder`."""
     settings = config.teacher.vllm
@@ -270,7 +270,7 @@ class TeacherServers:
         places = place(config, machines, devices, ranks, endpoints, first)
         self._longest = longest_sequence(config, canary)
         self._number = number
-        # the ranks of this machine that hold answers
+        # the number of this machine's ranks that hold answers
         self._neighbours = sum(machines[rank] == machines[torch.distributed.get_rank()] for rank in ranks)
         self._rank = torch.distributed.get_rank()
         self._mine = [each for each in places if self._rank in each.readers]
@@ -289,7 +289,7 @@ class TeacherServers:
                 self.prefetcher = Prefetcher(self._client, self._settings, *about, self._slots)
             for each in self._mine:
                 if each.url is None and each.controller != self._rank:
-                    continue  # another rank starts it, and tells this one
+                    continue  # another rank starts it, and shares its address
                 server = self._servers[each.number] = self._make_server(each)
                 if each.controller == self._rank:
                     self._fleet.add(server)
@@ -302,7 +302,7 @@ class TeacherServers:
         """The largest number of requests that this rank has at one server at a time."""
         return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
 
-    def _make_server(self, where: _Place) -> Server:
+    def _make_server(self, where: _TeacherPlacement) -> Server:
         """Makes a server that this rank uses, not yet started."""
         if where.url is not None:
             return shared_endpoint(self._config, where.number, where.url)
@@ -421,7 +421,7 @@ class TeacherServers:
         self._revive(failures.died)
         self.wait()
 
-    def gather(self, requests: Sequence[Request], take: Callable[[int, Answer], None]) -> None:
+    def gather(self, requests: Sequence[TeacherRequest], take: Callable[[int, TeacherAnswer], None]) -> None:
         """Sends the requests of this rank, which has none unless it is a reader. Every rank of the world calls this.
 
         Args:
@@ -432,7 +432,7 @@ class TeacherServers:
         """
         missing = set(range(len(requests)))
 
-        def delivered(index: int, answer: Answer) -> None:
+        def delivered(index: int, answer: TeacherAnswer) -> None:
             missing.discard(index)
             take(index, answer)
 
@@ -455,11 +455,11 @@ class TeacherServers:
             self._revive(failures.died)
             self.wait()
 
-    def _round(self) -> Round:
-        """Makes the `Round` of this rank, with the room that is free now."""
+    def _round(self) -> TeacherRound:
+        """Makes the `TeacherRound` of this rank, with the room that is free now."""
         about, limit_s = (self._spec.hidden_size, self._canary.dtype), self._settings.request_timeout
         where = self._answers, self._known.generations
-        return Round(self._client, *where, *about, self._room(), self._slots, limit_s)
+        return TeacherRound(self._client, *where, *about, self._room(), self._slots, limit_s)
 
     def _room(self) -> int:
         """Computes how many bytes of answers may wait for this rank: in shared memory or, with endpoints, its own."""

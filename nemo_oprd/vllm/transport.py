@@ -64,7 +64,7 @@ def buckets(
 class SharedFolder:
     """A folder of this process in shared memory for buckets and for the sockets of its servers.
 
-    No other user can enter it. If this process is killed, a server's guard or that of `guard` removes the folder.
+    No other user can enter it. If this process is killed, a server's guard or the one of `guard` removes the folder.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ def release() -> None:
 
 
 def lacking(places: list[ServerPlacement], share: float) -> list[str]:
-    """Returns, equal on every rank, a line for each GPU at `places` with less than the fraction `share` free."""
+    """Returns a line for each GPU at `places` with less than the fraction `share` free; the same on every rank."""
     found = []
     for place in places:
         if dist.get_rank() not in place.ranks:

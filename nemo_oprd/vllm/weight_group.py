@@ -2,7 +2,7 @@
 
 The trainer and vLLM are not one job, so this module builds the group: a store on the first rank, and torch's
 process group on top of it. After every restart of a server, all servers and the first rank make a new group.
-`vllm/worker/nemo_oprd_group.py` holds the member's side. The group was not yet run over NCCL.
+`vllm/worker/nemo_oprd_group.py` holds the member's side. The group has not been run over NCCL.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ class WeightGroup:
         received.add_done_callback(look)
 
     def wait_for(self, name: str, received: Future) -> None:
-        """Waits until a server has received all buckets, or has left an ended transfer. Raises the server's error.
+        """Waits until a server has received all buckets, or has left an ended transfer; raises the server's error.
 
-        ServerDied if the server does not leave.
+        Raises ServerDied if the server does not leave within LEAVE_S.
         """
         leave_by = None
         while True:

@@ -44,7 +44,7 @@ class UpdateCalls:
     """The calls of one controller, and the state of each of its servers. Any call may raise ServerDied or ValueError.
 
     Attributes:
-        fleet: without a client on ranks that control no server; no call is made there.
+        fleet: this rank's servers; a rank that controls no server has no client, and makes no call.
         tensors: number of tensors of the model.
         describe: raises ValueError unless a server, by its description, fits this run.
         response_timeout: seconds that a response may take, including one for another client.
@@ -124,7 +124,7 @@ class UpdateCalls:
         server.is_ready = True
 
     async def _recover(self, server: Server) -> None:
-        """Ends what an earlier run may have left: an endpoint in the middle of an update, and paused."""
+        """Ends the unfinished update and the pause in which an earlier run may have left an endpoint."""
         await self._client.call_workers(server, "nemo_oprd_give_up")
         await self._client.post_watched(server, "/resume")
 

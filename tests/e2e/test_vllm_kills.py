@@ -19,6 +19,7 @@ import vllm_environment
 
 from benchmarks.server_killer import PHASES, PROCESSES, STARTING, TRAINER
 from benchmarks.sigkill_vllm import choose
+from nemo_oprd.runtime.signals import JOB_SIGNALS
 from nemo_oprd.vllm.server import WORKER_FOLDER
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 
@@ -54,7 +55,7 @@ def test_shared_memory_is_found_by_its_names(tmp_path: Path, killed: str) -> Non
     """Also after processes that were killed before anybody saw what they had mapped."""
     names = f"nemo_oprd_test_{time.time_ns()}_0_1_"
     environment = {**os.environ, guard.SHARED_NAMES: names, "PYTHONPATH": str(WORKER_FOLDER)}
-    command = [sys.executable, guard.__file__, "--remove", str(tmp_path), "--", sys.executable, "-c", SERVER]
+    command = guard.guarded_command([sys.executable, "-c", SERVER], tmp_path, JOB_SIGNALS)
     server = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )

@@ -24,7 +24,7 @@ from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.vllm.server import LocalServer
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_servers import TeacherServers
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
@@ -113,14 +113,14 @@ def name_of(number: int) -> str:
     return f"{number:032x}"
 
 
-def all_answers(servers: TeacherServers, requests: list[Request]) -> list[Answer]:
+def all_answers(servers: TeacherServers, requests: list[TeacherRequest]) -> list[TeacherAnswer]:
     """The answers in the order of requests."""
-    found: dict[int, Answer] = {}
+    found: dict[int, TeacherAnswer] = {}
     servers.gather(requests, found.__setitem__)
     return [found[i] for i in range(len(requests))]
 
 
-def worst_rows(answers: list[Answer], requests: list[Request], expected: list[dict]) -> dict[int, float]:
+def worst_rows(answers: list[TeacherAnswer], requests: list[TeacherRequest], expected: list[dict]) -> dict[int, float]:
     """By layer, the largest relative deviation of a row."""
     worst: dict[int, float] = {}
     for answer, request, states in zip(answers, requests, expected, strict=True):
@@ -155,7 +155,7 @@ def bad_asks(servers: TeacherServers, folder: Path) -> dict[str, Any]:
     return {"answered": statuses, "same_files": before == after, "healthy": healthy, "outside": outside}
 
 
-def killed(servers: TeacherServers, requests: list[Request], first: list[Answer]) -> dict[str, Any]:
+def killed(servers: TeacherServers, requests: list[TeacherRequest], first: list[TeacherAnswer]) -> dict[str, Any]:
     """A worker of the server is killed while it computes: the same answers, bit by bit, and nothing is left."""
     (server,) = servers._servers.values()
     assert isinstance(server, LocalServer) and server._process is not None and servers._fleet.folder is not None
@@ -204,7 +204,7 @@ def main() -> None:
         depth = spec.num_layers
         layers = [*range(1, depth + 2)]
         requests = [
-            Request(
+            TeacherRequest(
                 ids,
                 StateRequest(name_of(i), layers, [*range(len(ids) // 3, len(ids))], [*range(len(ids) // 2, len(ids))]),
             )

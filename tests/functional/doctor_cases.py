@@ -19,7 +19,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
 
     Args:
         plant: the name of a function below.
-        settings: fields of `Settings`.
+        settings: fields of `SampleSizes`.
     """
     from nemo_oprd.canary.layer_by_layer import layered_states
     from nemo_oprd.config.loading import load_config
@@ -27,7 +27,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
     from nemo_oprd.run.models import world_size
     from nemo_oprd.run.preflight import preflight
     from nemo_oprd.tools.doctor import examination as command
-    from nemo_oprd.tools.doctor.findings import Settings, for_diagnosis
+    from nemo_oprd.tools.doctor.findings import SampleSizes, for_diagnosis
 
     made: list[Any] = []
 
@@ -46,7 +46,7 @@ def diagnose(config: str, overrides: list[str], plant: str | None = None, **sett
             stack.enter_context(globals()[plant]())
         stack.enter_context(redirect_stdout(StringIO()))
         torch.manual_seed(0)
-        run, sizes = load_config(config, overrides), Settings(**settings)
+        run, sizes = load_config(config, overrides), SampleSizes(**settings)
         wrong = command.doctor(run, preflight(for_diagnosis(run, sizes), world_size(), "doctor"), sizes)
     return wrong, made[0].findings
 

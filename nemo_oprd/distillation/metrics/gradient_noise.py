@@ -30,7 +30,7 @@ from nemo_oprd.megatron.parallel import device
 
 
 def is_noise_due(logging: LoggingConfig, step: int) -> bool:
-    """Whether the noise is measured before the update after `step` others."""
+    """Returns whether the noise is measured before the update after `step` others."""
     every = logging.gradient_noise_every
     return every > 0 and (step == 0 or (step + 1) % every == 0)
 
@@ -38,7 +38,7 @@ def is_noise_due(logging: LoggingConfig, step: int) -> bool:
 def measure_gradient_noise(
     distiller: Distiller, rollouts: list[Rollout], step: int, accumulate: Callable[..., StepResult]
 ) -> dict[str, float]:
-    """Signal and noise of the gradient of the update after `step` others, from two passes over half the prompts each.
+    """Measures signal and noise of the gradient of the update after `step` others, by a pass over each half.
 
     Args:
         accumulate: `train.accumulate_gradients`.
@@ -88,7 +88,7 @@ def whole_gradient(student: Student) -> list[torch.Tensor]:
     groups = student.role.member_groups
 
     def counts(parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank is the first one with this gradient."""
+        """Returns whether this rank is the first one with this gradient."""
         if not getattr(parameter, "allreduce", True):  # an expert's, whose copies are on other ranks than those below
             return groups.expt_dp.rank() == 0
         copy = coords.data or coords.context

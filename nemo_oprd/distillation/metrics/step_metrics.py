@@ -1,6 +1,6 @@
 """The metrics of one update: sums by name over all ranks, the routers' metrics, and the metrics of a step.
 
-The formulas stand beside the observers: `hidden_state_metrics`, `output_head_metrics`, `RouterMetrics`, `TokenMetrics`.
+Other formulas stand beside their observers: `hidden_state_metrics`, `output_head_metrics`, `TokenMetrics`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NamedSums:
             self._sums[name].add_(value)
 
     def reduced(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        """Name -> the sum over all ranks of `group` (None: all ranks), on the CPU. Every rank of `group` calls this."""
+        """Returns name -> the sum over all ranks of `group` (None: all ranks), on the CPU. Each of them calls this."""
         dist.all_reduce(self._flat, group=group)
         return self._views(self._flat.cpu())
 
@@ -72,7 +72,7 @@ class RouterMetrics:
 
     @staticmethod
     def from_sums(sums: torch.Tensor, term: RouterTerm | None) -> RouterMetrics:
-        """The metrics from the sum "routers" of `RouterLosses` over all ranks; empty if no layer with experts counts.
+        """Returns the metrics from the sum "routers" of `RouterLosses` over all ranks; empty without layers that count.
 
         Raises:
             CaptureError: a router did not see each counted token once, on one rank.
@@ -116,7 +116,7 @@ class RouterMetrics:
 
 
 def step_sums(layers: Sequence[int], batch: StepBatch, place: torch.device) -> NamedSums:
-    """The sums of an update's observers, all 0: `HiddenStateLoss`, `OutputHeadLoss` and `RouterLosses`."""
+    """Returns the sums of an update's observers, all 0: `HiddenStateLoss`, `OutputHeadLoss` and `RouterLosses`."""
     responses, routers = len(batch.rollouts), batch.routers
     slots = 0 if batch.token_slots is None else batch.token_slots.count + 1
     return NamedSums(
@@ -162,7 +162,7 @@ class StepMetrics:
         return self.named["loss/total"]
 
     def per_layer(self, name: str) -> dict[int, float]:
-        """Layer -> its metric `name` of `LAYER_METRICS`."""
+        """Returns layer -> its metric `name` of `LAYER_METRICS`."""
         prefix = f"rep/{name}_layer/"
         return {int(key.removeprefix(prefix)): v for key, v in self.named.items() if key.startswith(prefix)}
 
@@ -170,7 +170,7 @@ class StepMetrics:
 def step_metrics(
     sums: dict[str, torch.Tensor], layers: LayerSums, batch: StepBatch, adaptive: dict[str, float], targets_bytes: int
 ) -> StepMetrics:
-    """Means and norms from the sums of all ranks.
+    """Computes means and norms from the sums of all ranks.
 
     Args:
         sums: of `step_sums`, on the CPU; `layers` are those of its sum "layers".
@@ -208,7 +208,7 @@ def step_metrics(
 def _loss_per_teacher(
     shares: torch.Tensor, table: TokenTable | None, plan: StepPlan, weight: float | None
 ) -> dict[int, float]:
-    """Teacher's number -> mean of one loss over the teacher's rows; empty if the loss has no weight or no rows.
+    """Returns teacher number -> mean of one loss over the teacher's rows; empty if the loss has no weight or no rows.
 
     `shares` [responses] are the responses' contributions of this loss to the total loss.
     """
@@ -228,7 +228,7 @@ def _loss_per_teacher(
 
 
 def _scheduled_weights(objective: StepObjective) -> dict[str, float]:
-    """The weights of the losses by metric name, if any of them changes over the updates."""
+    """Returns the weights of the losses by metric name, if any of them changes over the updates."""
     if not any(isinstance(weight, list) for weight in objective.run.weights):
         return {}
     named = {"loss/weight_representation": objective.weight} if objective.run.layers else {}
@@ -238,7 +238,7 @@ def _scheduled_weights(objective: StepObjective) -> dict[str, float]:
 def _nonfinite_reason(
     sums: dict[str, torch.Tensor], layers: LayerSums, plan: BatchPlan, trained: dict[str, float]
 ) -> str | None:
-    """The trained losses and gradients that are not finite, and their first responses; None if all are finite."""
+    """Names the trained losses and gradients that are not finite, and their first responses; None without any."""
     reasons, responses = [], set()
     if not math.isfinite(trained.get("output/loss", 0.0)):
         reasons.append(f"the output-space loss is {trained['output/loss']}")

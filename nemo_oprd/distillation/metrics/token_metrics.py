@@ -35,7 +35,7 @@ class TokenSlots:
 
     @staticmethod
     def choose(rollouts: Sequence[Rollout], count: int) -> TokenSlots | None:
-        """Slots for `count` responses, or all if there are fewer, evenly spread over the batch; None for 0.
+        """Returns slots for `count` responses, or all if there are fewer, evenly spread over the batch; None for 0.
 
         Evenly spread, because the responses to one prompt stand next to each other. The choice depends on the numbers
         of responses alone, so a step keeps the same responses in every layout.
@@ -55,19 +55,19 @@ class TokenSlots:
         return sum(self.lengths)
 
     def of_rows(self, table: TokenTable) -> np.ndarray:
-        """int64 [N]: the slot of each row; `count`, one past the last slot, for rows of responses that are not kept."""
+        """Returns the slot of each row, int64 [N]; `count`, one past the last slot, for responses that are not kept."""
         start = self.start[table.response]
         return np.where(start < 0, self.count, start + table.token)
 
     def covered(self, table: TokenTable | None) -> np.ndarray:
-        """bool [count]: which slots have a row in the table."""
+        """Returns which slots have a row in the table, bool [count]."""
         found = np.zeros(self.count + 1, dtype=bool)
         if table is not None:
             found[self.of_rows(table)] = True
         return found[:-1]
 
     def per_response(self, values: np.ndarray) -> list[np.ndarray]:
-        """[count] -> one array [tokens] per kept response."""
+        """Splits values [count] into one array [tokens] per kept response."""
         return np.split(values, np.cumsum(self.lengths)[:-1])
 
 
@@ -113,7 +113,7 @@ class TokenMetrics:
         output: TokenTable | None,
         metrics: Mapping[str, float],
     ) -> TokenMetrics:
-        """The values, from the sums of all ranks: "rep_tokens" and "output_tokens", [2, count + 1] each.
+        """Returns the values, from the sums of all ranks: "rep_tokens" and "output_tokens", [2, count + 1] each.
 
         `hidden` and `output` are the rows of the batch, `metrics` those of the update.
         """
@@ -128,7 +128,7 @@ class TokenMetrics:
 
 
 def output_values(kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name of `OUTPUT` -> [n] for the rows of one microbatch, from their metrics `OUTPUT_METRICS`.
+    """Returns a name of `OUTPUT` -> [n] for the rows of one microbatch, from their metrics `OUTPUT_METRICS`.
 
     `kl` is absent if the teacher sent no distribution.
     """

@@ -36,7 +36,7 @@ class WatchedMetrics:
         return WatchedMetrics(logging.output_metrics_every, drawn)
 
     def is_due(self, step: int) -> bool:
-        """Whether the update after `step` others is watched: the first update, and every `every`-th one."""
+        """Returns whether the update after `step` others is watched: the first update, and every `every`-th one."""
         return step == 0 or (step + 1) % self.every == 0
 
     def add_to(self, objective: StepObjective, step: int | None) -> StepObjective:
@@ -61,12 +61,12 @@ class ModelNeeds:
 
     @staticmethod
     def build(objective: Objective, watched: WatchedMetrics | None) -> ModelNeeds:
-        """The needs of a run's objective and of its watched updates."""
+        """Returns the needs of a run's objective and of its watched updates."""
         output = objective.output or (watched.drawn if watched is not None else None)
         sends_states = output is not None and output.sends_states
         return ModelNeeds(output, sends_states or watched is not None, output is not None and not sends_states)
 
     def teacher_depth(self, objective: Objective, number: int) -> int:
-        """The deepest layer of a teacher that any update needs."""
+        """Returns the deepest layer of a teacher that any update needs."""
         match = objective.teachers[number]
         return match.spec.num_layers if self.output else max(match.layers.values())

@@ -10,7 +10,7 @@ thread. Therefore math-verify runs in a child process, which the operating syste
 math-verify's own timeouts are off. The child runs `math_verify_child.py` and reads one JSON pair per line. It starts
 with the first answer that needs math-verify; a missing math-verify is reported then.
 
-There is no partial credit, no grade for answers without a box, and no tolerance beyond math-verify's six decimals.
+There is no partial credit, and no tolerance beyond math-verify's six decimals.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _exact_exponent(found: re.Match[str]) -> str:
     return rf"^{{{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}}}"
 
 
-# --- integers that may be any ----------------------------------------------------------------------------------------
+# --- free integers ---------------------------------------------------------------------------------------------------
 
 
 def _without_integers(text: str) -> str:
@@ -277,7 +277,7 @@ def _depths(text: str) -> Iterator[tuple[re.Match[str], int]]:
         yield token, depth
 
 
-# --- decisions without math-verify -- ---------------------------------------------------------------------------------
+# --- decisions without math-verify -----------------------------------------------------------------------------------
 
 
 def _is_set(text: str) -> bool:

@@ -45,13 +45,13 @@ _NUMBER = re.compile(
     r"(?<![\w.,])[-+\N{MINUS SIGN}]?\s?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
     rf"(?:(?![\w]|,\d|\.\d)|(?<=\d)(?=(?:{UNITS})\b))"
 )
-# of a formula in prose, without the punctuation of its sentence
+# a part of a formula in prose, without the punctuation of its sentence
 _ATOM = (
     r"(?:\\[a-zA-Z]++|\\[^a-zA-Z\s]|[-+*/^=$%{}()|!<>\d\N{MINUS SIGN}\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}]"
     r"|[.,:](?=\.?\d)|(?<=\d)[eE](?=[-+]?\d))"
 )
 _RUN = re.compile(rf"{_ATOM}(?:[ \t]*+{_ATOM})*+")
-_CELL = re.compile(r"^\|\s+|\s+\|.*$")  # of a table
+_CELL = re.compile(r"^\|\s+|\s+\|.*$")  # the edges of a table's cell
 _GLUED = re.compile(rf"(?!(?:{UNITS})\b)[A-Za-z_]")
 _BULLET = re.compile(r"^[ \t]*[-+*][ \t]+", re.MULTILINE)
 _OPERATOR = re.compile(

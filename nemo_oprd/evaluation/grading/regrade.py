@@ -34,7 +34,7 @@ from nemo_oprd.evaluation.responses import DIFFERENCES, FIX, GENERATIONS, Gradab
 from nemo_oprd.evaluation.tables import EVALUATIONS, details, differences, table
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import kind_of, write_atomically
-from nemo_oprd.runtime.output_directories import check_directory, mark
+from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.runtime.run_lock import RunLock
 
 logger = logging.getLogger(__name__)
@@ -158,8 +158,6 @@ def grade(options: GradeOptions) -> None:
         for directory in {each.directory.resolve(): None for each in every}:
             stack.callback(RunLock(directory).undo)
         graded, rows = _grade(loaded)
-        for each in evaluations:
-            mark(each.directory, "grade")
         labels = [*rows]
         # the evaluation that the others are compared with is first
         shown = {each: rows[each] for each in labels[len(evaluations) :] + labels[: len(evaluations)]}

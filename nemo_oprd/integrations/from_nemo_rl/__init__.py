@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         ValueError: the recipe cannot be read, is no distillation, or has values that the configuration refuses; or
-            `--output` is the recipe or has another ending.
+            `--output` is the recipe, does not end in .yaml, or is a file that this command did not write.
     """
     path, target = Path(options.recipe), Path(options.output) if options.output is not None else None
     if target is not None:

@@ -1,4 +1,4 @@
-"""Translation of NeMo-RL's distillation recipes: this project's configuration, and a list of keys without counterpart.
+"""Translates NeMo-RL's distillation recipes to this project's configuration, and lists keys without counterpart.
 
 Tables translate single keys; functions translate groups of dependent keys, and note every difference in meaning. Each
 other key of the recipe gets a note with the reason (`_WITHOUT_COUNTERPART`), or one that says that it is unknown.
@@ -15,11 +15,11 @@ from nemo_oprd.config.schema import EvaluationConfig, RolloutConfig, TrainConfig
 from nemo_oprd.integrations.from_nemo_rl.models import MOPD, gpus_of, is_mopd, one_or_more, translate_models
 from nemo_oprd.integrations.from_nemo_rl.recipe import Reader, Recipe, Row, Translated, wrong
 
-# Translation of a NeMo-RL recipe's optimizer and learning-rate schedule to this project's keys.
+# The optimizer and the learning-rate schedule of a recipe.
 
 
 def _if_there(read: Callable[..., Any], default: Any) -> Reader:
-    """Makes a reader that calls `read` with `default` for null; a missing key gives None, which sets nothing."""
+    """Returns a reader like `read`, with `default` for null, and None, which sets nothing, for a missing key."""
     return lambda recipe, key: read(recipe, key, default=default) if recipe.names(key) else None
 
 

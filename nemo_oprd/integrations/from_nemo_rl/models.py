@@ -1,4 +1,4 @@
-"""Translation of a NeMo-RL recipe's models: student, teachers, their layouts, and each teacher's responses."""
+"""Translates a NeMo-RL recipe's models: student, teachers, their layouts, and each teacher's responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of a NeMo-RL recipe: loads it as NeMo-RL does, returns its values, and records which keys were read.
+"""Reads a NeMo-RL recipe: loads it as NeMo-RL does, returns its values, and records which keys were read.
 
 A recipe is a YAML file. Its key `defaults` names one or several files, relative to it, which are merged in order, and
 the recipe over them. A group with `_override_: true` replaces the inherited group. Values may refer to others

@@ -68,7 +68,7 @@ class DirectQueries(MLASelfAttention):
 
 
 def with_direct_queries(block: Callable[..., Any]) -> Callable[..., Any]:
-    """A provider's `transformer_layer_spec` whose latent attention is `DirectQueries`."""
+    """Returns a provider's `transformer_layer_spec` whose latent attention is `DirectQueries`."""
 
     @functools.wraps(block)  # Megatron-Bridge looks at its parameters
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def prepare(model: Any, latent: LatentAttention, role: Role) -> None:
                 up.eps = latent.norm_eps
 
 
-# since when cuDNN's attention has a learned term in the softmax of packs, as Transformer Engine 2.20 says
+# the first cuDNN whose attention has a learned term in the softmax of packs, according to Transformer Engine 2.20
 NEEDED_CUDNN = (9, 18, 0)
 # Megatron sets Transformer Engine's choice for the whole process, which may hold models of two families
 _OFF = {**OFF, "attention_backend": AttnBackend.auto}
@@ -147,7 +147,7 @@ class ProvidedModel(ModelStage):
 
 
 def _of_every_token(rotary: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Angles by position [longest, 1, 1, C] -> angles of all tokens of a whole pack [S, 1, 1, C].
+    """Turns angles by position [longest, 1, 1, C] into angles of all tokens of a whole pack [S, 1, 1, C].
 
     With as many rows as tokens, Megatron rotates all sequences at once, otherwise one after the other. Its fused
     kernels need angles by position.
@@ -205,7 +205,7 @@ def make_provider(key: str, provider: str, directory: Path) -> Any:
 
 
 def _recipe_provider(key: str, function: Callable[..., Any], directory: Path) -> Any:
-    """The result of a recipe's function, or the `model` of the configuration that it returns."""
+    """Returns the result of a recipe's function, or the `model` of the configuration that it returns."""
     accepts = "hf_path" in inspect.signature(function).parameters
     try:
         made = function(hf_path=str(directory)) if accepts else function()
@@ -250,7 +250,7 @@ def build_from_provider(
     head: bool = True,
     **training: Any,
 ) -> list[Any]:
-    """This rank's chunks of the model of a `GPTModelProvider`, adopted, with uninitialised weights.
+    """Builds this rank's chunks of the model of a `GPTModelProvider`, adopted, with uninitialised weights.
 
     Args:
         provider: of `spec`'s model; it is copied, not changed.
@@ -300,7 +300,7 @@ def build_from_provider(
 def _build_chunk(
     provider: Any, spec: ModelSpec, role: Role, dtype: torch.dtype, span: ChunkSpan, training: dict[str, Any]
 ) -> Any:
-    """The chunk of `span` as the provider builds it, with the settings of this run."""
+    """Builds the chunk of `span` by the provider, with the settings of this run."""
     layout, made = role.layout, copy.copy(provider)
     settings = {
         **_OFF,
@@ -335,14 +335,14 @@ def _build_chunk(
 
 
 def _expert_settings(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
-    """The fields of a provider that say how a model's experts are split and trained; empty without experts."""
+    """Returns the fields of a provider that say how a model's experts are split and trained; empty without experts."""
     if spec.experts is None:
         return {}
     float32 = {"moe_router_dtype": "fp32"} if spec.experts.score == "sigmoid" else {"moe_router_dtype": None}
     return {
         # without moe_router_pre_softmax: `Router` routes, and Megatron would check that field against unused ones
         **{name: value for name, value in expert_settings(spec.experts, layout).items() if "router_pre" not in name},
-        # all experts of a layer in one product, for which the stand-in on CPUs has no kernel
+        # computes all experts of a layer in one product, for which the stand-in on CPUs has no kernel
         "moe_grouped_gemm": torch.cuda.is_available(),
         "moe_permute_fusion": torch.cuda.is_available(),
         "moe_router_fusion": False,

@@ -48,7 +48,7 @@ class BridgeModel:
     provider: Any  # Megatron-Bridge's `GPTModelProvider`; copied before use, never changed
     complete: dict  # the HF config with transformers' defaults filled in
     rope: Rope
-    shapes: dict[str, tuple[int, ...]]  # of every parameter and every router's bias, by transformers' name
+    shapes: dict[str, tuple[int, ...]]  # of parameters, routers' biases, scales of layers; transformers' names
     latent: tuple[float, float] | None  # of multi-latent attention: see `_check_norms`; None: there is none
     mappings: tuple[ParamMapping, ...]  # of all parameters, one per kind
     local_rope: Rope | None = None  # of layers with windows, where it is another one
@@ -59,15 +59,15 @@ class BridgeFamily(Family):
     """A family of Megatron-Bridge; which parameters a model has is read from its own config."""
 
     def param_mappings(self, spec: ModelSpec) -> list[ParamMapping]:
-        """The mappings of all parameters, as in `Family`."""
+        """Returns the mappings of all parameters, as in `Family`."""
         return Family.param_mappings(replace(self, mappings=bridge_model(spec.hf_config).mappings), spec)
 
     def hf_shape(self, name: str, spec: ModelSpec) -> tuple[int, ...] | None:
-        """The shape of a tensor in transformers, as in `Family`."""
+        """Returns the shape of a tensor in transformers, as in `Family`."""
         return shape_of(name, bridge_model(spec.hf_config).shapes)
 
     def provider_fields(self, spec: ModelSpec) -> dict[str, Any] | None:
-        """The fields that Megatron-Bridge derives from the config, corrected, as in `Family`.
+        """Returns the fields that Megatron-Bridge derives from the config, corrected, as in `Family`.
 
         None for delta nets: Megatron-Bridge stores the weight of their norms minus 1. Checkpoints of this project hold
         the weight itself, because the difference is not exact in bfloat16, and no field says so. None for latent
@@ -80,7 +80,7 @@ class BridgeFamily(Family):
 
 
 def bridge_family(directory: str | Path) -> BridgeFamily | None:
-    """The family of the HF model in `directory`; None if this project has it.
+    """Returns the family of the HF model in `directory`; None if this project has it, or `model_type` is no text.
 
     Raises:
         ValueError: Megatron-Bridge is not installed, lacks the family, or has a part that is not supported here.
@@ -94,7 +94,7 @@ def bridge_family(directory: str | Path) -> BridgeFamily | None:
 
 
 def parse_bridge_model(family: Family, hf_config: dict, source: str) -> ModelSpec:
-    """The architecture that Megatron-Bridge derives from a config.json. Raises ValueError as `bridge_family`."""
+    """Returns the architecture that Megatron-Bridge derives from a config. Raises ValueError as `bridge_family`."""
     found = bridge_model(hf_config, source)
     provider, complete = found.provider, found.complete
     heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
@@ -227,7 +227,7 @@ def _bridge_model(text: str) -> BridgeModel:
 
 
 def _described(problem: str, compute: Callable[[], Any]) -> Any:
-    """The result of `compute`, or a ValueError of one line for whatever the two packages raise for a config."""
+    """Returns the result of `compute`; turns any error of the two packages into a ValueError of one line."""
     try:
         return compute()
     except Exception as error:
@@ -239,7 +239,7 @@ def _described(problem: str, compute: Callable[[], Any]) -> Any:
 
 
 def _auto_bridge(hf_config: dict) -> tuple[Any, Any]:
-    """(Megatron-Bridge's bridge of the model, transformers' config of it)."""
+    """Returns (Megatron-Bridge's bridge of the model, transformers' config of it)."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     AutoBridge = import_bridge("provider=bridge")
@@ -293,7 +293,7 @@ def _check_same_computation(provider: Any, model: Any, architectures: Any) -> No
 
 
 def _check_norms(provider: Any, model: Any) -> tuple[float, float] | None:
-    """The epsilon of the norms of multi-latent attention's narrow states, and its softmax's scale; None without it.
+    """Returns the epsilon of latent attention's norms of narrow states, and its softmax's scale; None without it.
 
     Raises:
         ValueError: another norm of transformers' model has another epsilon than Megatron-Bridge gives all norms.
@@ -314,7 +314,7 @@ def _check_norms(provider: Any, model: Any) -> tuple[float, float] | None:
 
 
 def import_bridge(key: str) -> Any:
-    """Megatron-Bridge's `AutoBridge`, or a ValueError, beginning with `key`, if it cannot be imported."""
+    """Returns Megatron-Bridge's `AutoBridge`; raises ValueError, beginning with `key`, if it can't be imported."""
     try:
         from megatron.bridge import AutoBridge
     except ImportError as error:
@@ -326,7 +326,7 @@ def import_bridge(key: str) -> Any:
 
 
 def _is_new_enough() -> bool:
-    """True if families with special parts were compared with the installed Megatron-Bridge."""
+    """Returns whether families with special parts were compared with the installed Megatron-Bridge."""
     from megatron.bridge.package_info import __version__
 
     return tuple(int(part) for part in __version__.split(".")[:2]) >= NEEDED_VERSION

@@ -27,7 +27,7 @@ from nemo_oprd.models.rope import Rope
 
 
 def layer2(provider: Any) -> Any:
-    """The layer of Gemma 2 with this project's attention, the same on all stages."""
+    """Returns the layer of Gemma 2 with this project's attention, the same on all stages."""
     from megatron.bridge.models.gemma.gemma2_provider import gemma2_layer_spec
 
     layer = gemma2_layer_spec(provider)
@@ -141,12 +141,12 @@ def as_published(config: Any) -> Any:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """transformers' config of each layer."""
+    """Returns transformers' config of each layer."""
     return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
 
 
 def layer_heads(provider: Any) -> tuple[Heads, ...]:
-    """The heads of each layer of a `Gemma4ModelProvider`."""
+    """Returns the heads of each layer of a `Gemma4ModelProvider`."""
     local = Heads(provider.num_query_groups, provider.kv_channels, provider.kv_channels)
     channels = provider.global_head_dim
     whole = Heads(provider.num_global_key_value_heads, channels, channels, tied=provider.attention_k_eq_v)
@@ -222,7 +222,7 @@ class ScaledRouter(Router):
     """The router of Gemma 4: its input is normed and scaled, and each expert's weights are multiplied by a factor."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """[S, B, D] -> logits [S, B, E]."""
+        """Computes the logits [S, B, E] of [S, B, D]."""
         values = input.float()
         normed = values * (values.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()
         return super().gating(normed.to(input.dtype) * self.scale * self.config.hidden_size**-0.5)

@@ -140,11 +140,11 @@ class _Sections(Form):
     axis = 0
 
     def shard(self, tensor: torch.Tensor, rank: int, size: int, spec: ModelSpec) -> torch.Tensor:
-        """The rank's part of every section."""
+        """Returns the rank's part of every section."""
         return concatenated([part.chunk(size)[rank] for part in self._parts(tensor, spec)])
 
     def unshard(self, shards: Sequence[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
-        """The inverse of `shard`."""
+        """Inverts `shard`."""
         of_ranks = [self._parts(shard, spec, len(shards)) for shard in shards]
         return concatenated([part for same in zip(*of_ranks, strict=True) for part in same])
 
@@ -172,7 +172,7 @@ class Projections(_Sections):
         return concatenated(tensors)
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
-        """The inverse of `join`."""
+        """Inverts `join`."""
         queries, keys, values, *rest = (rows for _, rows in self.sections(spec))
         return tensor.split([queries + keys + values, *rest])
 
@@ -196,14 +196,14 @@ class GroupedProjections(_Sections):
         return concatenated([part.flatten(0, 1) for part in parts])
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
-        """The inverse of `join`."""
+        """Inverts `join`."""
         heads = _delta(spec).key_heads
         parts = [part.unflatten(0, (heads, -1)) for part in self._parts(tensor, spec)]
         return tuple(concatenated(each, 1).flatten(0, 1) for each in (parts[:4], parts[4:]))
 
 
 def _projected(delta: DeltaNet) -> tuple[tuple[str, int], ...]:
-    """(Megatron's name of a section, its rows), in Megatron's order."""
+    """Returns (Megatron's name of a section, its rows), in Megatron's order."""
     keys, values = delta.key_heads * delta.key_channels, delta.value_heads * delta.value_channels
     states = (("query", keys), ("key", keys), ("value", values), ("z", values))
     return (*states, ("beta", delta.value_heads), ("alpha", delta.value_heads))
@@ -315,7 +315,7 @@ def _alternatives(theirs: Any, hf: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _layers_with(megatron: str, provider: Any) -> list[int]:
-    """The layers (0-based) that can have a parameter; the norm before a gated delta net has a name of its own."""
+    """Returns the layers (0-based) that can have a parameter; the norm before a delta net has its own name."""
     layers = list(range(provider.num_layers))
     if getattr(provider, "experimental_attention_variant", None) != "gated_delta_net":
         return layers
@@ -324,7 +324,7 @@ def _layers_with(megatron: str, provider: Any) -> list[int]:
 
 
 def shape_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
-    """The shape of an HF tensor, which transformers may hold together with those of other experts; None: no tensor."""
+    """Returns an HF tensor's shape; transformers may hold it together with other experts'. None: no such tensor."""
     whole, part = stacked_part(name)
     if part is not None:
         return shapes[whole][1:] if whole in shapes else None
@@ -370,7 +370,7 @@ def _names(theirs: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _form(theirs: Any, megatron: str, provider: Any) -> Form:
-    """The form that joins and splits the HF tensors of one of Megatron-Bridge's mappings."""
+    """Returns the form that joins and splits the HF tensors of one of Megatron-Bridge's mappings."""
     from megatron.bridge.models.conversion.param_mapping import (
         AutoMapping,
         GatedMLPMapping,

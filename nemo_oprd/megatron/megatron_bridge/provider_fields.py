@@ -27,7 +27,7 @@ ROPE = (
 )  # fmt: skip
 # which modules a layer is built of: the built model's attention and parameters are checked
 LAYERS = ("transformer_layer_spec", "use_transformer_engine_full_layer_spec")
-# another model, which this project does not handle: what of it -> its fields; see `family.refuse_unsupported`
+# parts of a model -> their fields; refused unless the family's `Kind` accepts them (`family.refuse_unsupported`)
 REFUSED = {
     "experts": ("num_moe_experts",),
     "multi-latent attention": ("multi_latent_attention",),
@@ -44,7 +44,7 @@ REFUSED = {
     "attention of another kind": ("experimental_attention_variant", "linear_attention_freq"),
     "RoPE of several position axes": ("mrope_section",),
 }  # fmt: skip
-# arithmetic that no family supported here has, so that neither transformers' check nor a ModelSpec would show it
+# arithmetic of which only the defaults are accepted, but for the fields that the family's `Kind` names
 PLAIN = (
     "activation_func_clamp_value", "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm",
     "fp32_residual_connection", "glu_linear_offset", "qk_l2_norm", "rotary_interleaved", "softmax_type", "use_mup",
@@ -126,13 +126,13 @@ _REFUSED_FIELDS = {name for names in REFUSED.values() for name in names}
 
 
 def is_ours(name: str) -> bool:
-    """True for a field that says how a model is split, stored, initialised or trained: the configuration sets these."""
+    """Returns whether a field says how a model is split, stored, initialised or trained; the configuration sets it."""
     known = name in MODEL or name in _REFUSED_FIELDS
     return not known and (name in OFF or name in UNUSED or name.startswith(UNUSED_GROUPS))
 
 
 def kind_of(name: str) -> str | None:
-    """The table that has a field; None if no table has it, as for a field that a later version has added."""
+    """Returns the name of the table that has a field; None if none has it, as for a field of a later version."""
     tables = {"model": MODEL, "rope": ROPE, "layers": LAYERS, "refused": _REFUSED_FIELDS, "plain": PLAIN}
     tables |= {"kernels": KERNELS, "off": OFF, "unused": UNUSED}
     kinds = [kind for kind, names in tables.items() if name in names]
@@ -140,7 +140,7 @@ def kind_of(name: str) -> str | None:
 
 
 def changed(provider: Any, cls: type) -> dict[str, Any]:
-    """The fields of `cls` that must have their defaults and do not have them in a provider, with their values.
+    """Returns the fields of `cls` that must have their defaults and do not have them in a provider, with their values.
 
     `cls` is Megatron-Bridge's `GPTModelProvider`; families derive classes from it, with other defaults.
     """
@@ -174,7 +174,7 @@ def described(provider: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as Megatron-Bridge writes it to YAML and reads it again."""
+    """Returns a value as Megatron-Bridge writes it to YAML and reads it again."""
     if isinstance(value, functools.partial):
         return {"_target_": _plain(value.func)["_target_"], "_partial_": True, **value.keywords}
     if callable(value):

@@ -62,7 +62,7 @@ class Special:
 
 
 def special(provider: Any) -> Special:
-    """The entry of a provider; that of ordinary models if it has none."""
+    """Returns the entry of a provider; that of ordinary models if it has none."""
     return _SPECIAL.get(type(provider).__name__, _ORDINARY)
 
 
@@ -147,7 +147,7 @@ def _mimo_parts(provider: Any) -> dict[str, Any]:
 def _correct_mimo(provider: Any, complete: dict, rope: Rope, local: Rope | None) -> None:
     assert local is not None
     provider.rotary_base = (local.theta, rope.theta)
-    # 0.6.2 takes a token for itself from the number of tokens before it
+    # 0.6.2 subtracts the token itself from `sliding_window_size`, which does not count it
     provider.window_size = complete["sliding_window"]
 
 

@@ -31,7 +31,7 @@ PLAIN_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL")
 
 
 def dequantize_mxfp4(blocks_OG16: torch.Tensor, scales_OG: torch.Tensor) -> torch.Tensor:
-    """uint8 [O, G, 16] and uint8 [O, G] -> bfloat16 [O, 32 G]; a byte's lower half is the first of its two numbers.
+    """Makes bfloat16 [O, 32 G] of uint8 [O, G, 16] and [O, G]; a byte's lower half is the first of its two numbers.
 
     A result is the value of its four bits times 2^(scale - 127), exactly; above bfloat16's range it is infinite.
     """
@@ -42,9 +42,9 @@ def dequantize_mxfp4(blocks_OG16: torch.Tensor, scales_OG: torch.Tensor) -> torc
 
 
 def dequantize_fp8(weight_OI: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """float8 [O, I] and a factor for each block of rows and columns -> bfloat16 [O, I].
+    """Makes bfloat16 [O, I] of float8 [O, I] and a factor for each block of rows and columns.
 
-    The products are float32, as in the models' own programs, and are rounded then. The last blocks may have fewer rows
+    The products are float32, as in the models' own programs, and are then rounded. The last blocks may have fewer rows
     and columns.
     """
     (rows, columns), (size, width) = weight_OI.shape, block
@@ -56,13 +56,13 @@ def dequantize_fp8(weight_OI: torch.Tensor, scales: torch.Tensor, block: tuple[i
 
 
 def dequantize_scaled(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float8 [O, I] and one factor, or one for each row -> bfloat16 [O, I]; the products are float32, rounded then."""
+    """Makes bfloat16 [O, I] of float8 [O, I] and one factor, or one per row; the products are float32, then rounded."""
     factor = scale.float().reshape(-1, 1)
     return (weight_OI.float() * factor).to(torch.bfloat16)
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scales_OG: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """uint8 [O, I / 2], float8 [O, G] and one float32 number -> bfloat16 [O, I].
+    """Makes bfloat16 [O, I] of uint8 [O, I / 2], float8 [O, G] and one float32 number.
 
     A byte's lower half is the first of its two numbers. A number times the scale of its group is exact in float32; its
     product with `factor` is rounded to float32, and then to bfloat16.
@@ -74,10 +74,10 @@ def dequantize_nvfp4(packed: torch.Tensor, scales_OG: torch.Tensor, factor: torc
 
 
 def dequantize_int4(packed: torch.Tensor, scales_OG: torch.Tensor) -> torch.Tensor:
-    """int32 [O, I / 8] and factors [O, G] -> bfloat16 [O, I], the I / G columns of a group one after the other.
+    """Makes bfloat16 [O, I] of int32 [O, I / 8] and factors [O, G]; a group is I / G columns one after the other.
 
     The lowest four bits of a word are the first of its numbers, which are stored with 8 added. The products are
-    float32, rounded then.
+    float32, then rounded.
     """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     numbers = (packed.unsqueeze(-1) >> shifts).bitwise_and_(15).sub_(8).flatten(1)
@@ -98,7 +98,7 @@ class StoredTensors:
         self.names = (stored - parts) | self._parts.keys()
 
     def slice(self, name: str, stored_slice: Callable[[str], Any]) -> Any:
-        """One tensor as a slice, without reading it.
+        """Returns one tensor as a slice, without reading it.
 
         Args:
             stored_slice: gives a slice of safetensors by its name in the files.
@@ -139,7 +139,7 @@ class QuantizedSlice:
             )
 
     def _shapes_of_scales(self, shape: list[int]) -> list[list[int]]:
-        """The shapes that the scales of numbers of this shape may have; none: numbers have no such shape."""
+        """Returns the shapes that the scales may have; none: the numbers' shape is wrong for the format."""
         if self._method == MXFP4:
             return [shape[:3]] if len(shape) == 4 and shape[3] * 2 == _GROUP else []
         if self._method == SCALED:
@@ -158,14 +158,14 @@ class QuantizedSlice:
         return [[*shape[:-2], *(-(-count // size) for count, size in sizes)]]
 
     def get_shape(self) -> list[int]:
-        """The shape of the tensor: that of gpt-oss's experts is [E, I, O], the transpose of what the files hold."""
+        """Returns the tensor's shape; for gpt-oss's experts [E, I, O], the transpose of what the files hold."""
         shape = list(self._values.get_shape())
         if self._method in (NVFP4, INT4):
             return [shape[0], shape[1] * (2 if self._method == NVFP4 else _INTEGERS_OF_A_WORD)]
         return [shape[0], shape[2] * _GROUP, shape[1]] if self._method == MXFP4 else shape
 
     def get_dtype(self) -> str:
-        """bfloat16, as safetensors calls it."""
+        """Returns the name of bfloat16 in safetensors."""
         return "BF16"
 
     def __getitem__(self, index: Any) -> torch.Tensor:

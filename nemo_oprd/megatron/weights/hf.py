@@ -80,7 +80,7 @@ class HFCheckpoint:
             self._transposed = self._with_inputs_first()
 
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """Returns the names of all tensors, sorted."""
         return sorted(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class HFCheckpoint:
         return fused[expert, half * rows // 2 : (half + 1) * rows // 2]
 
     def _stored(self, name: str) -> tuple[str, int | None, int | None]:
-        """(stored name, expert, half) of a tensor; see `fused_name` for experts that are stored together."""
+        """Returns (stored name, expert, half) of a tensor; see `fused_name` for experts that are stored together."""
         if name in self._names:
             return name, None, None
         whole, part = stacked_part(name)
@@ -118,14 +118,14 @@ class HFCheckpoint:
         return fused if fused[0] in self._names else (name, None, None)
 
     def _slice(self, name: str) -> Any:
-        """A tensor as a slice, without reading it."""
+        """Returns a tensor as a slice, without reading it."""
         if name in self._joined:
             return _JoinedSlice([[self._slice(part) for part in parts] for parts in self._joined[name]])
         found = self._tensors.slice(name, self._stored_slice)
         return _TransposedSlice(found) if name in self._transposed else found
 
     def _with_inputs_first(self) -> set[str]:
-        """The experts of Qwen3-VL that are stored as [E, D, 2F] and [E, F, D], which only their shapes say."""
+        """Returns the experts of Qwen3-VL that are stored as [E, D, 2F] and [E, F, D], which only their shapes say."""
         found = set()
         for down in self._names:
             if down.endswith(_DOWN):
@@ -165,12 +165,12 @@ class _TransposedSlice:
         self._stored = stored
 
     def get_shape(self) -> list[int]:
-        """[E, rows, columns]."""
+        """Returns [E, rows, columns]."""
         experts, columns, rows = self._stored.get_shape()
         return [experts, rows, columns]
 
     def get_dtype(self) -> str:
-        """The dtype's name in safetensors, such as "BF16"."""
+        """Returns the dtype's name in safetensors, such as "BF16"."""
         return self._stored.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -210,12 +210,12 @@ class _JoinedSlice:
         self._experts = experts
 
     def get_shape(self) -> list[int]:
-        """[E, rows, columns]."""
+        """Returns [E, rows, columns]."""
         shapes = [part.get_shape() for part in self._experts[0]]
         return [len(self._experts), sum(rows for rows, _ in shapes), shapes[0][1]]
 
     def get_dtype(self) -> str:
-        """The dtype's name in safetensors, such as "BF16"."""
+        """Returns the dtype's name in safetensors, such as "BF16"."""
         return self._experts[0][0].get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -321,19 +321,19 @@ def load_stream(
 def _parts(
     stream: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The inverse of `stack_parts`: a tensor that is not in `names` is taken apart."""
+    """Inverts `stack_parts`: takes a tensor apart whose name is not in `names`."""
     for name, tensor in stream:
         yield from [(name, tensor)] if name in names else [(f"{name}[{i}]", part) for i, part in enumerate(tensor)]
 
 
 def hf_names(spec: ModelSpec) -> list[str]:
-    """The names of a model's tensors as in its files and in the stream of `gather_hf`, in their order."""
+    """Returns the names of a model's tensors as in its files and in the stream of `gather_hf`, in their order."""
     names = (name for mapping in mappings_by_name(spec).values() for name in mapping.hf)
     return list(dict.fromkeys(stacked_part(name)[0] for name in names))
 
 
 def owner_stage(mapping: ParamMapping, spec: ModelSpec, layout: Layout) -> int:
-    """The pipeline rank that holds the parameter of a mapping."""
+    """Returns the pipeline rank that holds the parameter of a mapping."""
     if mapping.layer is not None:
         return layout.stage_of_layer(mapping.layer + 1, spec.num_layers)[0]
     return 0 if mapping.megatron.startswith("embedding.") else layout.pipeline - 1
@@ -376,7 +376,7 @@ def _gather_parts(
 
 
 def _tensor_part(mapping: ParamMapping, role: Role) -> tuple[int, int]:
-    """(this rank's part, number of parts) of a parameter that is split over tensor-parallel ranks."""
+    """Returns (this rank's part, number of parts) of a parameter that is split over tensor-parallel ranks."""
     if mapping.expert is None:
         return role.member_coords.tensor, role.layout.tensor
     group = role.member_groups.expt_tp
@@ -389,7 +389,7 @@ def _descriptions(
     role: Role,
     value: Callable[[torch.nn.Parameter], torch.Tensor | None],
 ) -> dict[str, Described]:
-    """Megatron name -> shape and dtype, for every parameter; the stages exchange theirs in one message.
+    """Returns Megatron name -> shape and dtype, for every parameter; the stages exchange theirs in one message.
 
     A header for each tensor would cost more than the tensor where there are many: each one is pickled and takes two
     collectives.
@@ -410,7 +410,7 @@ def _descriptions(
 
 
 def _held_name(mapping: ParamMapping, spec: ModelSpec, role: Role) -> str:
-    """The Megatron name of a mapping's parameter, or of this rank's own expert of the same place and shape."""
+    """Returns the Megatron name of a mapping's parameter, or of this rank's expert of the same place and shape."""
     if mapping.expert is None or role.layout.expert == 1:
         return mapping.megatron
     assert spec.experts is not None
@@ -426,7 +426,7 @@ def _whole(
     role: Role,
     value: Callable[[torch.nn.Parameter], torch.Tensor | None],
 ) -> torch.Tensor | None:
-    """The value for a parameter of this rank's stage, on all ranks of the stage; an expert comes from its ranks."""
+    """Returns the whole value for a parameter of this rank's stage; an expert's comes from the ranks that hold it."""
     name, expert = _held_name(mapping, spec, role), mapping.expert
     tensor = value(mine[name])
     if tensor is None:
@@ -456,7 +456,7 @@ def _unshard(tensor: torch.Tensor, mapping: ParamMapping, spec: ModelSpec, role:
 
 
 def broadcast_from_stage(tensor: torch.Tensor | None, stage: int, role: Role) -> torch.Tensor | None:
-    """The tensor that `stage` passes, on all pipeline stages; None if `stage` passes None.
+    """Returns, on all pipeline stages, the tensor that `stage` passes; None if `stage` passes None.
 
     Shape and dtype are sent first, because the other stages know neither of them, nor whether there is a tensor.
     """
@@ -504,11 +504,11 @@ class ServedHead:
         self._checkpoint, self._spec = checkpoint, spec
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The head. Raises ValueError as `find`, or if the head holds NaN or infinite values."""
+        """Returns the head. Raises ValueError as `find`, or if the head holds NaN or infinite values."""
         return self._finite(self.find())
 
     def bias(self) -> torch.Tensor | None:
-        """The bias that the head adds to logits [V]; None if the files have no such tensor."""
+        """Returns the bias that the head adds to logits [V]; None if the files have no such tensor."""
         checkpoint, shape = self._checkpoint, (self._spec.vocab_size,)
         names = checkpoint.keys()
         found = [name for name in names if name.endswith(_BIASES) and checkpoint.stored_shape(name) == shape]

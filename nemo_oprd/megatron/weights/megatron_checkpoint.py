@@ -62,12 +62,12 @@ class Parameter:
 
 
 def stacks_layers(spec: ModelSpec) -> bool:
-    """True if Megatron stores a parameter of all layers in one array, which needs layers of one kind."""
+    """Returns whether Megatron stores a parameter of all layers in one array, which needs layers of one kind."""
     return spec.delta is None and not spec.layer_heads and (spec.experts is None or all(spec.experts.sparse))
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Megatron's name, without numbers of layers and experts -> shape of the joined tensor."""
+    """Returns Megatron's name, without numbers of layers and experts -> shape of the joined tensor."""
     hidden, qkv = spec.hidden_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (spec.vocab_size, hidden),
@@ -94,7 +94,7 @@ def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> list[Parameter]:
-    """All parameters of a model, in the order of its weight mappings.
+    """Returns all parameters of a model, in the order of its weight mappings.
 
     Args:
         stacked: whether one array has a parameter of all layers; None: as this project writes them (`stacks_layers`).
@@ -113,7 +113,7 @@ def checkpoint_parameters(spec: ModelSpec, *, stacked: bool | None = None) -> li
         if fused.startswith("mlp.linear_fc1.") and spec.is_sparse(mapping.layer + 1):
             fused = name  # the norm before a router is stored by itself
         if spec.latent is not None and fused.startswith("self_attention.linear_qkv."):
-            fused = name  # and so is that before the two projections of latent attention
+            fused = name  # and so is the norm before latent attention's two projections
         prefix = "decoder.layers." if stacked else f"decoder.layers.{mapping.layer}."
         parameters.append(Parameter(mapping, prefix + fused, shape, index, counts, mapping.form.sections(spec)))
     return parameters
@@ -134,7 +134,7 @@ def mapped_shapes(spec: ModelSpec) -> list[tuple[ParamMapping, str, tuple[int, .
 
 
 def _joined_shape(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...] | None:
-    """The shape of a mapping's joined tensor; None unless the family knows its tensors' shapes."""
+    """Returns the shape of a mapping's joined tensor; None unless the family knows its tensors' shapes."""
     if spec.family.own:
         return None
     parts = [spec.family.hf_shape(hf_name, spec) for hf_name in mapping.hf]
@@ -183,7 +183,7 @@ class MegatronCheckpoint:
         return "hf/config.json" if self.hf_directory.parent == self.path else str(self.hf_directory / "config.json")
 
     def keys(self) -> list[str]:
-        """HF names of all tensors, the parts of one parameter or of one tensor (`stacked_part`) next to each other."""
+        """Returns the HF names of all tensors; parts of one parameter or tensor (`stacked_part`) are neighbours."""
         return list(self._parameter_of)
 
     @property
@@ -211,7 +211,7 @@ class MegatronCheckpoint:
         return read_megatron_tensor(self._reader, self._metadata, self._found[key], start, sizes).reshape(shape)
 
     def _find(self, stored: str, parameter: Parameter, of_parameter: tuple[int, ...]) -> str:
-        """The key of a parameter or section in this checkpoint, including its prefix; checks the shape."""
+        """Returns the key of a parameter or section in this checkpoint, including its prefix; checks the shape."""
         found = [key for key in self._tensors if re.fullmatch(_PREFIX + re.escape(stored), key)]
         if not found:
             raise ValueError(
@@ -280,7 +280,7 @@ def ignored_tensors(checkpoint: HFCheckpoint, spec: ModelSpec) -> list[str]:
 
 
 def _dropped_layers(spec: ModelSpec) -> range:
-    """The numbers (0-based) of the layers for multi-token prediction behind the model's own."""
+    """Returns the numbers (0-based) of the layers for multi-token prediction behind the model's own."""
     count = 0 if spec.family.own else spec.hf_config.get("num_nextn_predict_layers") or 0
     return range(spec.num_layers, spec.num_layers + count)
 

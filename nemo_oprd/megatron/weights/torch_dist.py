@@ -69,7 +69,7 @@ _ALLOWED = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if an index may hold it; the names are compared before anything is imported or called."""
+        """Returns the class, if an index may hold it; the names are compared before anything is imported or called."""
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -119,8 +119,8 @@ def install() -> None:
 
 install()
 
-# What Megatron's sharded state dicts are made with, stored in every checkpoint: Megatron-Bridge makes its own with what
-# it finds there, and fails where it finds nothing. The optimizer's format is the only one that loads at another layout.
+# The settings of Megatron's sharded state dicts, stored in every checkpoint: Megatron-Bridge takes the settings of its
+# own from there, and fails where it finds none. The optimizer's format is the only one that loads at another layout.
 CONTENT_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -135,7 +135,7 @@ class OtherCheckpointError(ValueError):
 
 
 def open_torch_dist(path: Path) -> tuple[FileSystemReader, Metadata]:
-    """A reader of the checkpoint in `path`, and its index.
+    """Returns a reader of the checkpoint in `path`, and its index.
 
     Raises:
         ValueError: `path` holds no torch_dist checkpoint, or the index or a file is damaged.
@@ -201,7 +201,7 @@ def _check_files(path: Path, metadata: Metadata) -> None:
 def read_megatron_tensor(
     reader: FileSystemReader, metadata: Metadata, key: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """The slice [offsets, offsets + sizes) of tensor `key`, as stored; reads the chunks that overlap it, one at a time.
+    """Returns slice [offsets, offsets + sizes) of tensor `key`, as stored; reads the overlapping chunks one by one.
 
     Raises:
         ValueError: the chunks don't cover the slice, or a file is damaged.
@@ -231,7 +231,7 @@ class _Into(DefaultLoadPlanner):
         self.target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The part of the target that `read_item` fills."""
+        """Returns the part of the target that `read_item` fills."""
         ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return self.target[tuple(slice(start, start + length) for start, length in ranges)]
 

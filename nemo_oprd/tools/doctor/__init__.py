@@ -9,7 +9,7 @@ from nemo_oprd.commands.options import add_config, config_of, json_file, origin,
 from nemo_oprd.run.checks import Refusal
 from nemo_oprd.run.preflight import StartRequest, preflight, refused_start
 from nemo_oprd.runtime.messages import is_first_rank
-from nemo_oprd.tools.doctor.findings import Finding, Report, Settings, for_diagnosis
+from nemo_oprd.tools.doctor.findings import Finding, Report, SampleSizes, for_diagnosis
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     file = json_file(options, r'\{\s*"summary":')
     config = config_of(options)
-    settings = Settings(options.prompts, options.problems, options.max_new_tokens)
+    settings = SampleSizes(options.prompts, options.problems, options.max_new_tokens)
     diagnosed, from_file = for_diagnosis(config, settings), origin(options)
     try:
         spec = preflight(diagnosed, ranks(), "doctor", origin=from_file)

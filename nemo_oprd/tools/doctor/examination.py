@@ -53,7 +53,7 @@ from nemo_oprd.tools.doctor.files import (
     same_weights,
     survey,
 )
-from nemo_oprd.tools.doctor.findings import Finding, Report, Settings, Verdict, evaluation_limit, not_sampled
+from nemo_oprd.tools.doctor.findings import Finding, Report, SampleSizes, Verdict, evaluation_limit, not_sampled
 from nemo_oprd.tools.doctor.layer_map import LayerMap
 from nemo_oprd.tools.doctor.models import layer_similarity, massive_activations
 from nemo_oprd.tools.doctor.prompts import instructions, prompt_files, tokenized
@@ -61,7 +61,7 @@ from nemo_oprd.tools.doctor.run_settings import config_values, settings
 from nemo_oprd.train import accumulate_gradients
 from nemo_oprd.vllm.server import ServerRefused
 
-# All checks that need the configuration and the files alone: no forward pass, no process group.
+# The checks that need only the configuration and the files, hence no forward pass and no process group.
 
 
 # prompts per file in which instructions are searched; rendering takes about 0.1 ms each
@@ -143,7 +143,7 @@ def _as_taught(run: Config, prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _layer_map(run: Config, files: RunFiles, number: int) -> LayerMap | None:
-    """The layer map of a teacher; None if the run compares no states."""
+    """Returns the layer map of a teacher; None if the run compares no states."""
     loss, student, teacher = run.loss.representation, files.student.spec, files.models.teachers[number]
     if not teacher.pairs or largest(loss.weight) == 0:
         return None
@@ -179,7 +179,7 @@ def _rendered(run: Config, files: RunFiles, some: list[Prompt]) -> dict[str, lis
 Problems: TypeAlias = tuple[str, list[Prompt]]
 
 
-def doctor(run: Config, spec: RunSpec, settings: Settings, json_file: Path | None = None) -> bool:
+def doctor(run: Config, spec: RunSpec, settings: SampleSizes, json_file: Path | None = None) -> bool:
     """Prints the findings, writes them to `json_file`, and returns whether anything is wrong, the same on every rank.
 
     Args:
@@ -210,7 +210,7 @@ class Examination:
     Every rank creates an `Examination` and calls the same methods in the same order.
     """
 
-    def __init__(self, run: Config, spec: RunSpec, settings: Settings, report: Report) -> None:
+    def __init__(self, run: Config, spec: RunSpec, settings: SampleSizes, report: Report) -> None:
         self.run, self.settings, self.report = run, settings, report
         self.spec, self.config, self.routing = spec, spec.config, spec.models.routing
         self.inputs = RunInputs(spec, "doctor")
@@ -299,7 +299,7 @@ class Examination:
         return chosen
 
     def _compared_on(self, number: int) -> Problems | str:
-        """The problems on which the student and teacher `number` are compared, or why they are not."""
+        """Returns the problems on which the student and teacher `number` are compared, or why they are not."""
         teacher, student = self.files.teachers[number], self.files.student
         if not TEACHER_KINDS[self.run.teacher.weights].own_model or self.run.own_prompts:
             return "the teacher knows more than a validation problem tells (teacher.prompt), so it can't be compared"

@@ -27,7 +27,7 @@ from nemo_oprd.tools.doctor.findings import Finding
 from nemo_oprd.tools.doctor.layer_map import LayerMap, origins
 from nemo_oprd.tools.doctor.prompts import SPECIAL
 
-# The checks of the models' weights as their files hold them: the same twice, damaged, or in another order.
+# The checks of the models' weights in their files: one model given twice, damaged tensors, layers in another order.
 
 
 _VOCABULARY = ("model.embed_tokens.", "lm_head.")
@@ -149,7 +149,7 @@ def tensor_names(model: ModelFiles) -> list[str]:
     return sorted(names, key=lambda name: name.startswith(_VOCABULARY))
 
 
-# The checks of one model's own tokenizer files: its stop ids, and its chat template.
+# The checks of a single model's tokenizer files: its stop ids and its chat template.
 
 
 # no template shortens, escapes or trims this
@@ -299,12 +299,12 @@ def templates(student: Tokenizer, teacher: Tokenizer, prompt: Prompt, reads: Rea
 
 
 def _common_start(one: str, other: str) -> int:
-    """The number of characters that both texts have in common at their start."""
+    """Returns the number of characters that both texts have in common at their start."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _inserted(longer: str, shorter: str) -> str:
-    """The part of `longer` between the common start and the common end of both texts."""
+    """Returns the part of `longer` between the common start and the common end of both texts."""
     start = _common_start(longer, shorter)
     rest, other = longer[start:], shorter[start:]
     end = _common_start(rest[::-1], other[::-1])

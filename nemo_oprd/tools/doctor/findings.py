@@ -16,8 +16,8 @@ from nemo_oprd.runtime.files import write_atomically
 
 # The codes of the findings: the one table of them. docs/doctor.md lists it, and a test compares the two.
 #
-# A code stays what it is once it has been released, because scripts select findings by it: a finding whose meaning
-# changes gets another code.
+# A released code keeps its meaning, because scripts select findings by it: a finding whose meaning changes gets another
+# code.
 
 
 # code -> what it means; the groups are in the order of the report's lines
@@ -150,7 +150,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """The finding as one line for the terminal."""
+        """The finding in one line, for the terminal."""
         named = "" if self.code is None else f"{self.code}: "
         return f"{self.verdict:<8} {self.check:<20} {named}{' '.join(self.text.split())}"
 
@@ -162,7 +162,7 @@ class Finding:
 
 
 def flag(check: str, verdict: Verdict, code: str, text: str, **numbers: Any) -> Finding:
-    """A finding with the verdict `warning` or `wrong`."""
+    """Makes a finding with the verdict `warning` or `wrong`."""
     return Finding(check, verdict, text, numbers, code)
 
 
@@ -199,11 +199,11 @@ class Report:
         return Counter(finding.verdict for finding in self.findings)
 
 
-# The number of samples of the doctor, and the configuration that it builds its models from. No torch.
+# The number of samples of the doctor, and the configuration from which it builds its models. No torch.
 
 
 @dataclass(frozen=True)
-class Settings:
+class SampleSizes:
     """The size of the samples."""
 
     prompts: int = 16  # training prompts of which one response each is sampled
@@ -218,7 +218,7 @@ class Settings:
                 raise ValueError(f"{option}={getattr(self, name)}: expected at least 1; choose a larger number")
 
 
-def for_diagnosis(config: Config, settings: Settings) -> Config:
+def for_diagnosis(config: Config, settings: SampleSizes) -> Config:
     """Returns `config` with a small sample and, unless the teacher reads text, both models' distributions measured.
 
     The default engine, which needs no installation, replaces recorded rollouts, because the current student is to be
@@ -249,7 +249,7 @@ def for_diagnosis(config: Config, settings: Settings) -> Config:
 
 
 def not_sampled(config: Config) -> str | None:
-    """The source of the run's responses, if the doctor samples from another one; else None."""
+    """Returns the source of the run's responses, if the doctor samples from another one; else None."""
     if config.rollout.replay is not None:
         return "recorded rollouts"
     kind = ENGINES[config.rollout.engine]
@@ -257,5 +257,5 @@ def not_sampled(config: Config) -> str | None:
 
 
 def evaluation_limit(config: Config) -> int:
-    """The most tokens of a response in the run's evaluations."""
+    """Returns the most tokens of a response in the run's evaluations."""
     return config.evaluation.max_new_tokens or config.rollout.max_new_tokens

@@ -198,7 +198,7 @@ class LayerError:
 
     @property
     def dominated(self) -> bool:
-        """True if few dimensions hold most of the layer's error."""
+        """Returns whether few dimensions hold most of the layer's error."""
         return self.top_share > max(DOMINATED, TIMES_EQUAL * len(self.top) / self.width)
 
 
@@ -222,7 +222,7 @@ def massive_activations(
 
 
 def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_shares: dict[int, float]) -> Finding:
-    """The finding about the errors of all layers, as `massive_activations` describes it."""
+    """Returns the finding about the errors of all layers, as `massive_activations` describes it."""
     check = "massive activations"
     dominated = [error for error in errors if error.dominated]
     held = sum(error.share for error in dominated)
@@ -260,7 +260,7 @@ def judge(errors: list[LayerError], loss: RepresentationLossConfig, gradient_sha
 
 
 def _most(errors: list[LayerError]) -> list[int]:
-    """The fewest layers that have 90 % of the loss."""
+    """Returns the fewest layers that have 90 % of the loss."""
     ordered = sorted(errors, key=lambda error: -error.share)
     before = np.cumsum([0.0, *(error.share for error in ordered)])
     return [error.layer for error, earlier in zip(ordered, before, strict=False) if earlier < MOST]
@@ -272,7 +272,7 @@ def _dimensions(error: LayerError) -> str:
 
 
 def layer_errors(squares: dict[int, np.ndarray], weights: dict[int, float]) -> list[LayerError]:
-    """The layers' errors from the sums of squared differences per dimension.
+    """Returns the layers' errors from the sums of squared differences per dimension.
 
     Args:
         squares: layer -> float64 [W], weighted by the rows' weights.
@@ -291,7 +291,7 @@ def layer_errors(squares: dict[int, np.ndarray], weights: dict[int, float]) -> l
 
 @torch.no_grad()
 def squared_errors(distiller: Distiller, batch: StepBatch, *, normalized: bool) -> dict[int, np.ndarray]:
-    """Layer -> float64 [W], the squared differences of the compared rows, summed with the rows' weights, on every rank.
+    """Returns layer -> float64 [W]: squared differences of the compared rows, summed by row weights; same on all ranks.
 
     Args:
         batch: rollouts of one teacher.
@@ -339,7 +339,7 @@ DIFFERS = 1e-3
 
 
 def greedy_responses(engine: RolloutEngine, requests: list[Request], config: Config) -> list[Rollout]:
-    """The engine's greedy responses to the first requests, for `positions`."""
+    """Returns the engine's greedy responses to the first requests, for `positions`."""
     tokens = min(GREEDY_TOKENS, config.rollout.max_new_tokens)
     return engine.generate(requests[:GREEDY_RESPONSES], SamplingParams(0.0, 1.0, tokens, (config.seed, 0)))
 
@@ -386,7 +386,7 @@ def positions(greedy: list[Rollout], student: Student, config: Config, sampled: 
 
 
 def _shifted(table: TokenTable, rollouts: list[Rollout], shift: int) -> TokenTable:
-    """The rows with their states `shift` positions later, without those that would leave their sequence."""
+    """Returns the rows with their states `shift` positions later, without those that would leave their sequence."""
     lengths = np.array([rollout.length for rollout in rollouts])
     position = table.position + shift
     kept = np.flatnonzero((position >= 0) & (position < lengths[table.response]))
@@ -494,7 +494,7 @@ def _output(targets: TeacherTargets) -> torch.Tensor | None:
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """|one - other| / |one|, float64; infinite instead of NaN, and 0 where both are equal bit for bit."""
+    """Returns |one - other| / |one|, float64; infinite instead of NaN, and 0 where both are equal bit for bit."""
     one, other = one.double(), other.double()
     if torch.equal(one, other):
         return one.new_zeros(())

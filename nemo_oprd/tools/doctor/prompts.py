@@ -42,7 +42,7 @@ REPEATED_SHARE = 0.01
 SPECIAL = re.compile(r"<[|\uff5c][^<>]{1,40}[|\uff5c]>|\[/?INST\]|</?s>|<</?SYS>>")
 
 _ANSWER = r"(?:answer|result|solution|number|value)"
-# What an instruction may ask for, however it is worded. "5 balls in a box" is no request, and neither is a full box.
+# Requests of instructions, in any wording. "5 balls in a box" is no request, and neither is a `\boxed` with content.
 REQUESTS: Mapping[str, re.Pattern[str]] = {
     "a boxed answer": re.compile(
         rf"\\boxed(?:\{{\s*\}}|(?!\s*\{{))|\b(?:{_ANSWER}|it)\b[^.!?\n]{{0,40}}\b(?:in|inside|within|into) an? box\b"
@@ -114,25 +114,25 @@ def instructions(prompts: dict[str, list[str]]) -> Iterator[Finding]:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences and lines of a rendered prompt, in lower case, with single spaces."""
+    """Returns the sentences and lines of a rendered prompt, in lower case, with single spaces."""
     parts = re.split(r"(?<=[.!?])\s+|\n+", re.sub(SPECIAL, "\n", text))
     return [" ".join(part.lower().split()) for part in parts]
 
 
 def repeated_sentences(text: str) -> set[str]:
-    """The sentences of five or more words that occur twice in a prompt."""
+    """Returns the sentences of five or more words that occur twice in a prompt."""
     counts = Counter(sentence for sentence in sentences(text) if len(sentence.split()) >= SENTENCE_WORDS)
     return {sentence for sentence, count in counts.items() if count > 1}
 
 
 def repeated_requests(text: str) -> set[str]:
-    """The requests of `REQUESTS` that two different sentences of a prompt make."""
+    """Returns the requests of `REQUESTS` that two different sentences of a prompt make."""
     found = set(sentences(text))
     return {name for name, pattern in REQUESTS.items() if sum(bool(pattern.search(s)) for s in found) > 1}
 
 
 def contradictions(text: str) -> set[str]:
-    """The names of the `CONTRADICTIONS` in a prompt."""
+    """Returns the names of the `CONTRADICTIONS` in a prompt."""
     plain = re.sub(SPECIAL, "\n", text)
     return {name for name, one, other in CONTRADICTIONS if one.search(plain) and other.search(plain)}
 
@@ -149,7 +149,7 @@ VISITS, PROBLEMS = 50, 8
 ANSWER_SHARE, STATED_SHARE = 0.25, 0.02
 ALIKE, ENOUGH, UNANSWERED = 0.9, 16, 0.05
 SOLUTION_WORDS = 15  # no final answer has as many
-# prompts of a file, evenly spaced, of which the texts are looked at
+# the most prompts of a file whose texts are checked; they are evenly spaced
 LOOKED_AT = 5000
 MARKED, EMPTY, OTHER_ROLE, UNKNOWN, LONG = 0.01, 0.01, 0.01, 0.01, 0.2
 # of a prompt's characters that its tokens must stand for
@@ -367,7 +367,7 @@ def _is_lost(tokenizer: Tokenizer, text: str, ids: list[int]) -> bool:
 DOMINATES = 0.5
 # Repetitions never end, whatever the limit, so fewer of them matter.
 LOOPS_DOMINATE = 0.25
-# the end of a response that is looked at, and the longest repeated part: it stands there twice at least
+# the tokens at the end of a response that are checked, and the longest repeated part, which occurs there at least twice
 LOOP_TOKENS, LONGEST_PERIOD = 64, 32
 
 
@@ -410,7 +410,7 @@ def truncation(
 
 
 def repeats_itself(ids: Sequence[int] | np.ndarray) -> bool:
-    """Whether the last 64 tokens repeat one part of at most 32 tokens."""
+    """Returns whether the last 64 tokens repeat one part of at most 32 tokens."""
     end = [*map(int, ids[-LOOP_TOKENS:])]
     if len(end) < LOOP_TOKENS:
         return False
@@ -426,7 +426,7 @@ class Answers:
     cut: int = 0  # responses that reached the limit
 
     def describe(self, limit: int) -> str:
-        """A text on how the responses ended, which may explain an accuracy."""
+        """Returns a text on how the responses ended, which may explain an accuracy."""
         return f"{self.without_answer} had no answer and {self.cut} were cut at {limit} tokens"
 
 

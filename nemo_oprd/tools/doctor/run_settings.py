@@ -60,7 +60,7 @@ def config_values(
 
 
 def _is_kin(student: ModelSpec, teacher: ModelSpec) -> bool:
-    """Whether two models look like checkpoints of one model, or one like a pruned copy of the other."""
+    """Returns whether two models look like checkpoints of one model, or one like a pruned copy of the other."""
     return student.model_type == teacher.model_type and student.hidden_size == teacher.hidden_size
 
 

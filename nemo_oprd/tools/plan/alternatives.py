@@ -55,7 +55,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RoleLayout:
     """Changes of one role's layout, and the least bytes that the role holds on its fullest rank."""
 
     changes: Changes
@@ -69,7 +69,7 @@ def alternatives(run: RunSpec, cluster: Cluster, lengths: Lengths, most: int = 3
     """
     found = Search(run, cluster, lengths).fitting()
     found = [each for each in found if not any(_is_enough(other, each) for other in found)]
-    # of those that differ in the teacher's layout only, the best
+    # the best of those that differ in the teacher's layout only
     best: dict[tuple[tuple[str, object], ...], Alternative] = {}
     for each in sorted(found, key=lambda each: each.rank):
         best.setdefault(tuple(item for item in each.changes.items() if not item[0].startswith("teacher.")), each)
@@ -126,27 +126,27 @@ class Search:
             except ValueError:  # sizes that do not fit the ranks or a model, or settings that exclude each other
                 continue
 
-    def _students(self) -> list[_Place]:
-        """The student's layouts whose weights, gradients and optimizer state fit."""
+    def _students(self) -> list[_RoleLayout]:
+        """Returns the student's layouts whose weights, gradients and optimizer state fit."""
         work, found = self.works.longest, []
         for changes in self._sizes("student", work.student, SIZES):
             layouts = self._layouts(changes)
             if layouts is not None:
                 stages = range(layouts[0].pipeline)
                 least = max(sum(student_state(work, layouts[0], stage).values()) for stage in stages)
-                found.append(_Place(changes, least))
+                found.append(_RoleLayout(changes, least))
         return [each for each in found if each.least <= self.usable]
 
-    def _teachers(self) -> list[_Place]:
-        """The teacher's layouts, beside a student that fits any number of ranks."""
+    def _teachers(self) -> list[_RoleLayout]:
+        """Returns the teacher's layouts, beside a student that fits any number of ranks."""
         if TEACHER_KINDS[self.config.teacher.weights].moves or not self.works.longest.own_teachers:
-            return [_Place({}, 0.0)]
+            return [_RoleLayout({}, 0.0)]
         work, found = self.works.longest, []
         for changes in self._sizes("teacher", work.own_teachers[0].spec, (self.config.teacher.parallel.pipeline,)):
             layouts = self._layouts(changes | {"student.parallel": type(self.config.student.parallel)()})
             if layouts is not None:
                 stages = range(layouts[1].pipeline)
-                found.append(_Place(changes, max(teacher_weights(work, layouts[1], stage) for stage in stages)))
+                found.append(_RoleLayout(changes, max(teacher_weights(work, layouts[1], stage) for stage in stages)))
         return found
 
     def _sizes(self, role: str, spec: ModelSpec, pipelines: Sequence[int]) -> Iterator[Changes]:
@@ -166,7 +166,7 @@ class Search:
                 }
 
     def _expert_sizes(self, spec: ModelSpec, ranks: int, own: tuple[int, int]) -> list[tuple[int, int]]:
-        """(Expert, expert tensor) sizes: the configured ones, and powers of two up to all ranks of a stage."""
+        """Returns (expert, expert tensor) sizes: the configured ones, and powers of two up to all ranks of a stage."""
         if spec.experts is None:
             return [own]
         count = spec.experts.count
@@ -177,7 +177,7 @@ class Search:
         return sorted(found)
 
     def _layouts(self, changes: Changes) -> tuple[Layout, Layout] | None:
-        """The layouts with these changes; None if they do not fit the ranks or a model."""
+        """Returns the layouts with these changes; None if they do not fit the ranks or a model."""
         work = self.works.longest
         try:
             candidate = changed(self.config, changes)
@@ -186,7 +186,7 @@ class Search:
         except ValueError:
             return None
 
-    def _best_teachers(self, student: _Place, teachers: list[_Place], option: Changes) -> list[_Place]:
+    def _best_teachers(self, student: _RoleLayout, teachers: list[_RoleLayout], option: Changes) -> list[_RoleLayout]:
         """Returns the teacher's layouts that are fastest beside `student`, the smallest one, and the configured one."""
         tried = []
         for teacher in teachers:
@@ -202,7 +202,7 @@ class Search:
         return [{"student.recompute": each} for each in dict.fromkeys((self.config.student.recompute, "full"))]
 
     def _options(self) -> list[Changes]:
-        """Settings other than layouts that save memory; those that save most come last."""
+        """Returns settings other than layouts that save memory; those that save most come last."""
         teacher, rollout = self.config.teacher, self.config.rollout
         own_weights = not TEACHER_KINDS[teacher.weights].moves and bool(self.works.longest.own_teachers)
         offload = [True] if teacher.offload else [False, True] if own_weights else [False]
@@ -227,12 +227,12 @@ class Search:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Returns 1, 2, 4, ... up to `most`."""
     return [1 << power for power in range(max(1, most).bit_length())]
 
 
 def changed(config: Config, changes: Changes) -> Config:
-    """A copy of `config` with other values of some keys."""
+    """Returns a copy of `config` with other values of some keys."""
     for key, value in changes.items():
         config = _replaced(config, key.split("."), value)
     return config

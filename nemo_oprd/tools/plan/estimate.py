@@ -59,7 +59,7 @@ class Estimate:
     Attributes:
         kinds: the kinds of ranks, the fullest first.
         work: the work of a step with responses of average length.
-        longest_work: the work of a step with the longest responses, which decide about memory.
+        longest_work: the work of a step with the longest responses, which determine memory.
         rollout, evaluation: sampling in a step and in one evaluation (None: there is none).
         evaluation_seconds: seconds of one evaluation; None if the number of problems is unknown.
         seconds: phase -> seconds of a step.
@@ -104,13 +104,13 @@ class Estimate:
         return self.longest_work.response
 
     def stages(self, rank: int) -> tuple[int | None, int | None]:
-        """The pipeline stages of a rank in student and teacher; None: it has no part in that model."""
+        """Returns the pipeline stages of a rank in student and teacher; None: it has no part in that model."""
         return _stages(self.longest_work, self.student, self.teacher, rank)
 
     def of_rank(self, rank: int) -> RankKind:
-        """The kind of one rank, with the rank's own memory; `kinds` have that of the fullest tensor and context rank.
+        """Returns the kind of a rank with its own memory; `kinds` have that of the fullest tensor and context rank.
 
-        They differ by the rows of the representation loss, under sequence and context parallelism: `rows_on_rank`.
+        The two differ by the rows of the representation loss, under sequence and context parallelism: `rows_on_rank`.
         """
         learns, teaches = self.stages(rank)
         memory = _without_sampling(self.longest_work, self.student, self.teacher, rank, self.cluster, exact=True)
@@ -180,7 +180,7 @@ def estimate(run: RunSpec, cluster: Cluster, lengths: Lengths = UNKNOWN) -> Esti
 
 
 def make_works(config: Config, models: RunModels, lengths: Lengths) -> Works:
-    """The work of a step of `config`."""
+    """Returns the work of a step of `config`."""
     longest = make_workload(config, models, prompt=lengths.prompt)
     return Works(longest, make_workload(config, models, prompt=lengths.prompt, response=lengths.response))
 
@@ -260,7 +260,7 @@ def _with_waves(work: Workload, cluster: Cluster) -> Config:
 
 
 def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankKind]]:
-    """(The student's layout, the teacher's, every kind of rank without the phases of sampling)."""
+    """Returns (the student's layout, the teacher's, every kind of rank without the phases of sampling)."""
     student, teacher = check_layouts(work.config, work.student, [each.spec for each in work.teachers], cluster.ranks)
     found: dict[tuple[int | None, ...], RankKind] = {}
     # of ranks that are alike the first ones have the most responses
@@ -274,7 +274,7 @@ def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankK
 
 
 def _stages(work: Workload, student: Layout, teacher: Layout, rank: int) -> tuple[int | None, int | None]:
-    """The pipeline stages of a rank in student and teacher; None: it has no part in that model."""
+    """Returns the pipeline stages of a rank in student and teacher; None: it has no part in that model."""
     learns = student.coordinates(rank).pipeline if rank in student.ranks else None
     teaches = teacher.coordinates(rank).pipeline if work.own_teachers and rank in teacher.ranks else None
     return learns, teaches
@@ -283,7 +283,7 @@ def _stages(work: Workload, student: Layout, teacher: Layout, rank: int) -> tupl
 def _without_sampling(
     work: Workload, student: Layout, teacher: Layout, rank: int, cluster: Cluster, *, exact: bool = False
 ) -> Memory:
-    """Memory of a rank in all phases but those of sampling.
+    """Returns the memory of a rank in all phases but those of sampling.
 
     Args:
         exact: count the rows of this rank; otherwise those of the tensor and context rank with the most rows.
@@ -324,7 +324,7 @@ def _without_sampling(
 
 
 def _with_sampling(kind: RankKind, rollout: SamplingCost | None, evaluation: SamplingCost | None) -> RankKind:
-    """`kind` with the phases of sampling, on the student's ranks."""
+    """Returns `kind` with the phases of sampling added, if it is a rank of the student."""
     if kind.student is None:
         return kind
     found = {"rollout": rollout, "evaluation": evaluation}
@@ -333,7 +333,7 @@ def _with_sampling(kind: RankKind, rollout: SamplingCost | None, evaluation: Sam
 
 
 def _evaluation(work: Workload, lengths: Lengths, ranks: int) -> tuple[Demand | None, bool]:
-    """(One evaluation, or None without one; whether the number of its problems is known)."""
+    """Returns (one evaluation, or None without one; whether the number of its problems is known)."""
     config, room = work.config, work.student.max_positions - work.prompt
     sets, problems = len(config.data.sets), lengths.problems
     if not config.evaluation.every or not sets:

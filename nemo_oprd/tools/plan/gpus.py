@@ -93,12 +93,12 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def unit(size: float) -> tuple[float, str]:
-    """(Bytes, name) of the largest unit that fits a number of bytes."""
+    """Returns (bytes, name) of the largest unit that fits a number of bytes."""
     return next((each for each in _UNITS if size >= each[0]), (1.0, "B"))
 
 
 def in_bytes(size: float, digits: int = 1) -> str:
-    """A number of bytes in its unit. Example: "12.3 MB"."""
+    """Formats a number of bytes. Example: "12.3 MB"."""
     scale, name = unit(size)
     return f"{size / scale:.{digits if scale > 1 else 0}f} {name}"
 
@@ -118,7 +118,7 @@ def add_gpus(parser: argparse.ArgumentParser) -> None:
 
 
 def gpu_of(options: argparse.Namespace) -> Gpu:
-    """The kind of GPU that the options of `add_gpus` name."""
+    """Returns the kind of GPU that the options of `add_gpus` name."""
     return gpu_with(options.gpu, options.gpu_memory)
 
 

@@ -54,7 +54,7 @@ class LayerBytes:
 
 
 def dense_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) -> float:
-    """Values per token that a block without experts keeps for its backward pass, or has alive in its forward pass.
+    """Returns values per token that a block without experts keeps for backward, or has alive in its forward pass.
 
     With SwiGLU (`megatron/swiglu.py`) it keeps both products of the first matrix and the second matrix's input, 3 F;
     its forward pass also has the SiLU, 4 F. With another gate the activation's results are added, 5 F; without, 3 F.
@@ -86,7 +86,7 @@ def feed_forward_values(
 
 
 def shared_expert_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) -> float:
-    """Values per token of the expert that all tokens visit: its output and, if `kept`, what its backward pass needs."""
+    """Returns values per token of the shared expert: its output and, if `kept`, those that its backward pass needs."""
     if spec.experts is None or not spec.experts.shared_ffn_size:
         return 0.0
     output = spec.hidden_size / (layout.tensor if layout.sequence else 1)
@@ -114,7 +114,7 @@ def attention_widths(spec: ModelSpec, tensor: int) -> tuple[float, float]:
 
 
 def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layers) -> LayerBytes:
-    """The bytes per token of a student's layer, if its loss is injected at its output."""
+    """Returns the bytes per token of a student's layer, if its loss is injected at its output."""
     t, e = layout.tensor, value_bytes
     d = spec.hidden_size / (t if layout.sequence else 1)
     q, kv = attention_widths(spec, t)
@@ -165,7 +165,7 @@ def layer_bytes(spec: ModelSpec, layout: Layout, value_bytes: int, layers: Layer
 
 
 def microbatches_in_flight(layout: Layout, pipeline: int, count: int) -> float:
-    """Microbatches whose activations a pipeline rank holds at the same time: 1F1B, or its interleaved form.
+    """Returns how many microbatches' activations a pipeline rank holds at a time, in 1F1B or its interleaved form.
 
     With virtual pipeline stages, a microbatch in one of the rank's model chunks counts as 1 / their number.
     """
@@ -179,7 +179,7 @@ def microbatches_in_flight(layout: Layout, pipeline: int, count: int) -> float:
 
 
 def kept_bytes(layers: int, each: LayerBytes, recompute: str, method: str, group: int) -> float:
-    """Bytes per token that `layers` layers of a stage keep between forward and backward."""
+    """Returns the bytes per token that `layers` layers of a stage keep between forward and backward."""
     if recompute == "full":
         if method == "block":
             recomputed = min(group, layers)
@@ -189,7 +189,7 @@ def kept_bytes(layers: int, each: LayerBytes, recompute: str, method: str, group
 
 
 def transient_bytes(layers: int, each: LayerBytes, recompute: str, method: str, group: int) -> float:
-    """Bytes per token that one layer, or one recomputed group of layers, adds to `kept_bytes` in its backward pass."""
+    """Returns bytes per token that a layer, or a recomputed group of layers, adds to `kept_bytes` in its backward."""
     if not layers:
         return 0.0
     again = 0.0
@@ -233,7 +233,7 @@ class Memory:
 
 
 def student_parameters(work: Workload, layout: Layout, pipeline: int) -> StageParameters:
-    """The student's parameters on a rank of stage `pipeline`."""
+    """Returns the student's parameters on a rank of stage `pipeline`."""
     return stage_parameters(
         work.student,
         layout,
@@ -245,7 +245,7 @@ def student_parameters(work: Workload, layout: Layout, pipeline: int) -> StagePa
 
 
 def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, float]:
-    """Bytes of the student's weights, gradients (float32) and AdamW state on a rank of stage `pipeline`, by part."""
+    """Returns bytes by part on a rank of stage `pipeline`: the student's weights, float32 gradients and AdamW state."""
     count = student_parameters(work, layout, pipeline)
     # a float32 copy of the weights where they are bfloat16, and two moments
     state = 12 if work.value_bytes < 4 else 8
@@ -263,7 +263,7 @@ def student_state(work: Workload, layout: Layout, pipeline: int) -> dict[str, fl
 
 
 def projector_parameters(work: Workload, layout: Layout, pipeline: int) -> int:
-    """Parameters of a bridge that is trained with the student, on every tensor rank of stage `pipeline`."""
+    """Returns the parameters of a bridge trained with the student, on every tensor rank of stage `pipeline`."""
     config = work.config
     if not config.bridge.train or all(source.bridge is None for source in config.teacher_sources):
         return 0
@@ -272,7 +272,7 @@ def projector_parameters(work: Workload, layout: Layout, pipeline: int) -> int:
 
 
 def buffers(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) -> dict[str, float]:
-    """Buffers that Megatron keeps between steps on a rank of stage `pipeline`: name -> bytes.
+    """Returns the buffers that Megatron keeps between steps on a rank of stage `pipeline`: name -> bytes.
 
     With sequence parallelism, Megatron's local layers gather states into one buffer for all layers; Transformer Engine
     makes a new tensor each time. A stage keeps the last state that it received from the stage before.
@@ -286,14 +286,14 @@ def buffers(work: Workload, layout: Layout, pipeline: int, *, layers: Layers) ->
 
 
 def gathered_state(work: Workload, layout: Layout) -> float:
-    """Bytes of the states of a microbatch that sequence parallelism gathers from the tensor ranks."""
+    """Returns the bytes of the states of a microbatch that sequence parallelism gathers from the tensor ranks."""
     if not layout.sequence or layout.tensor == 1:
         return 0.0
     return work.on(layout).tokens / layout.context * work.student.hidden_size * work.value_bytes
 
 
 def engine_buffers(work: Workload, layout: Layout, *, trains: bool, teaches: bool) -> dict[str, float]:
-    """Buffers of Transformer Engine on a rank: a workspace for cuBLAS, and in training a gradient per weight shape.
+    """Returns Transformer Engine's buffers on a rank: a cuBLAS workspace and, in training, a gradient per weight shape.
 
     Weights' gradients are added to Megatron's buffer inside the product; autograd gets tensors that no code reads.
     """
@@ -313,7 +313,7 @@ def engine_buffers(work: Workload, layout: Layout, *, trains: bool, teaches: boo
 
 
 def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
-    """Bytes of the teachers' weights on a rank of stage `pipeline`; with offload, of the largest teacher only."""
+    """Returns bytes of the teachers' weights on a rank of stage `pipeline`; with offload, of the largest only."""
     each, averages = [], TEACHER_KINDS[work.config.teacher.weights].averages
     # beside weights in bfloat16 the average is held in float32
     value_bytes = work.value_bytes + (4 if averages and work.value_bytes < 4 else 0)
@@ -324,7 +324,7 @@ def teacher_weights(work: Workload, layout: Layout, pipeline: int) -> float:
 
 
 def teacher_heads(work: Workload, layout: Layout, pipeline: int) -> float:
-    """Bytes of the copies of the teachers' heads on the student's last stage."""
+    """Returns the bytes of the copies of the teachers' heads on the student's last stage."""
     if pipeline != layout.pipeline - 1 or TEACHER_KINDS[work.config.teacher.weights].moves:
         return 0.0
     rows = work.student.padded_vocab(layout.tensor) // layout.tensor
@@ -332,7 +332,7 @@ def teacher_heads(work: Workload, layout: Layout, pipeline: int) -> float:
 
 
 def rows_on_rank(work: Workload, layout: Layout, rows: int, at: Coordinates | None = None) -> float:
-    """Supervised rows in the hidden state of a microbatch on the rank at `at`; None: on the rank with most of them.
+    """Returns the number of a microbatch's supervised rows on the rank at `at`; None: on the rank with the most.
 
     Ranks that share a pack hold very different numbers of rows, because these are consecutive tokens of a response, not
     a sample of all. Under sequence parallelism a tensor rank holds consecutive tokens of the pack. Example, on four
@@ -368,7 +368,7 @@ def rows_on_rank(work: Workload, layout: Layout, rows: int, at: Coordinates | No
 
 
 def target_bytes(work: Workload, layout: Layout, pipeline: int, at: Coordinates | None = None) -> float:
-    """Bytes of the targets that a student's rank of stage `pipeline` holds for one wave of microbatches.
+    """Returns the bytes of the targets that a student's rank of stage `pipeline` holds for one wave of microbatches.
 
     `at` is as in `rows_on_rank`.
     """
@@ -412,7 +412,7 @@ def update_memory(
 
 
 def injection_bytes(work: Workload, rows: float, state: float) -> float:
-    """Bytes while the gradient of a layer's loss is added: the state's gradient twice, and a float32 chunk of rows.
+    """Returns bytes while a layer's loss gradient is added: the state's gradient twice, and a float32 chunk of rows.
 
     Args:
         rows: those of a microbatch on the rank.
@@ -423,7 +423,7 @@ def injection_bytes(work: Workload, rows: float, state: float) -> float:
 
 
 def logits_chunk(work: Workload, layout: Layout) -> float:
-    """Bytes of the output loss: tensors [chunk, vocabulary / tensor] in float32, the rows, and their gradients."""
+    """Returns bytes of the output loss: float32 [chunk, vocabulary / tensor] tensors, the rows, and their gradients."""
     rows = work.on(layout).per_pack * work.output_rows / layout.context
     columns = work.student.padded_vocab(layout.tensor) / layout.tensor
     chunk = min(work.config.loss.output.chunk_tokens, rows)
@@ -443,7 +443,7 @@ def captured_bytes(
     *,
     exact: bool = False,
 ) -> float:
-    """Bytes of the rows that the rank at `at` keeps for one wave until it sends them; the most of any of `teachers`.
+    """Returns bytes of the rows that the rank at `at` keeps for a wave until it sends them; the most of `teachers`.
 
     Args:
         exact: count the rows of this tensor and context rank; otherwise those of the rank with most rows.
@@ -465,18 +465,18 @@ def captured_bytes(
 
 
 def responses_of_wave(work: Workload, student: Layout, teacher: Layout, data: int) -> int:
-    """Responses of one wave on the teacher's data-parallel rank `data`; the first ranks have most of them."""
+    """Returns the responses of a wave on the teacher's data-parallel rank `data`; the first ranks have the most."""
     return max(0, -((data - _wave(work, student)) // teacher.data))
 
 
 def _wave(work: Workload, student: Layout) -> int:
-    """Responses, over all ranks, whose targets are in memory at the same time."""
+    """Returns the number of responses, over all ranks, whose targets are in memory at the same time."""
     batches = work.on(student)
     return min(work.responses, batches.resident * batches.per_pack * student.data)
 
 
 def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: float, targets: float) -> float:
-    """Bytes on a rank while `captured` bytes are sent and `targets` bytes arrive, a few layers at a time.
+    """Returns the bytes on a rank while `captured` bytes are sent and `targets` bytes arrive, a few layers at a time.
 
     What was sent is freed; the layers under way are in memory twice, or three times if they come from another rank.
     """
@@ -490,7 +490,7 @@ def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: f
 
 
 def teacher_forward(work: Workload, teacher: Layout) -> float:
-    """Bytes that come and go in a teacher's forward pass over one microbatch."""
+    """Returns the bytes that come and go in a teacher's forward pass over one microbatch."""
     per_token = max(
         (
             # a state on its way between two stages, too

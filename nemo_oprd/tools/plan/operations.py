@@ -15,12 +15,12 @@ from nemo_oprd.tools.plan.workload import Workload
 
 
 def layers_flops(spec: ModelSpec, depth: int) -> float:
-    """Operations per token of the matrix products with weights of layers 1 to `depth`, forward."""
+    """Returns the operations per token of the matrix products with weights of layers 1 to `depth`, forward."""
     return sum(layer_flops(spec, layer) for layer in range(1, depth + 1))
 
 
 def layer_flops(spec: ModelSpec, layer: int) -> float:
-    """Operations per token of the matrix products with weights of layer `layer` (1-based), forward."""
+    """Returns the operations per token of the matrix products with weights of layer `layer` (1-based), forward."""
     d = spec.hidden_size
     block = (3 if spec.gated else 2) * d * spec.ffn_size
     if spec.is_sparse(layer):
@@ -31,7 +31,7 @@ def layer_flops(spec: ModelSpec, layer: int) -> float:
 
 
 def head_flops(spec: ModelSpec) -> float:
-    """Operations per token of the product with the LM head."""
+    """Returns the operations per token of the product with the LM head."""
     return 2.0 * spec.hidden_size * spec.vocab_size
 
 
@@ -45,7 +45,7 @@ class StepFlops:
 
 
 def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
-    """The operations of a step, full recomputation included."""
+    """Returns the operations of a step, full recomputation included."""
     spec, length = work.student, work.needed
     tokens = float(work.responses * length)
 
@@ -78,7 +78,7 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
 
 
 def _counting_passes(work: Workload) -> int:
-    """Forward passes that count how often each expert is chosen (`distillation/router_losses.py`)."""
+    """Returns the number of passes that count how often each expert is chosen (`distillation/router_losses.py`)."""
     return int(work.student.experts is not None and work.config.student.router_aux_loss > 0)
 
 
@@ -95,7 +95,7 @@ class StepBytes:
     weights: float
 
     def by_kind(self) -> dict[str, float]:
-        """Kind -> bytes, in the words of the report."""
+        """Returns kind -> bytes, in the words of the report."""
         return {
             "gradients and parameters (data parallel)": self.gradients,
             "activations (tensor parallel)": self.tensor,
@@ -108,7 +108,7 @@ class StepBytes:
 
 
 def step_bytes(work: Workload, student: Layout) -> StepBytes:
-    """The bytes that the student's busiest rank receives, without those between the ranks of a teacher."""
+    """Returns the bytes that the student's busiest rank receives, without those between the ranks of a teacher."""
     batches, spec, e = work.on(student), work.student, work.value_bytes
     tokens = float(batches.count * batches.tokens) / student.context
     stage = max((student_parameters(work, student, p) for p in range(student.pipeline)), key=lambda each: each.all_held)
@@ -148,7 +148,7 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
 
 
 def bubble(layout: Layout, microbatches: int) -> float:
-    """The share of a pipeline's time in which a rank waits: (P - 1) / (V m + P - 1)."""
+    """Returns the share of a pipeline's time in which a rank waits: (P - 1) / (V m + P - 1)."""
     idle = layout.pipeline - 1
     return idle / (layout.virtual_pipeline * microbatches + idle)
 
@@ -162,7 +162,7 @@ def training_seconds(
     gpus_per_node: int,
     servers: Sequence[Servers] = (),
 ) -> dict[str, float]:
-    """Phase -> seconds of a step's teacher, update and communication, on the fullest data-parallel rank.
+    """Returns phase -> seconds of a step's teacher, update and communication, on the fullest data-parallel rank.
 
     Args:
         servers: the teachers' servers, which compute one after the other, before the teachers without servers.

@@ -35,12 +35,12 @@ class AttentionParameters:
 
 
 def is_delta_net(spec: ModelSpec, layer: int) -> bool:
-    """Whether layer `layer` (1-based) has a gated delta net."""
+    """Returns whether layer `layer` (1-based) has a gated delta net."""
     return spec.delta is not None and spec.delta.layers[layer - 1]
 
 
 def attention_parameters(spec: ModelSpec, layer: int) -> AttentionParameters:
-    """Parameters of the attention of layer `layer` (1-based), without the norm before it."""
+    """Returns the parameters of the attention of layer `layer` (1-based), without the norm before it."""
     d = spec.hidden_size
     if is_delta_net(spec, layer):
         delta = spec.delta
@@ -71,7 +71,7 @@ def attention_parameters(spec: ModelSpec, layer: int) -> AttentionParameters:
 
 
 def attention_flops(spec: ModelSpec, layer: int, length: float, *, causal: bool = True) -> float:
-    """Forward operations per token of attention among `length` tokens, without its weights, in layer `layer` (1-based).
+    """Returns forward operations per token of attention in layer `layer` (1-based), over `length` tokens, no weights.
 
     Args:
         causal: count what a kernel for causal attention computes; False counts the whole square.
@@ -93,12 +93,12 @@ def attention_flops(spec: ModelSpec, layer: int, length: float, *, causal: bool 
 
 
 def all_attention_flops(spec: ModelSpec, depth: int, length: float, *, causal: bool = True) -> float:
-    """The sum of `attention_flops` over layers 1 to `depth`."""
+    """Returns the sum of `attention_flops` over layers 1 to `depth`."""
     return sum(attention_flops(spec, layer, length, causal=causal) for layer in range(1, depth + 1))
 
 
 def delta_net_values(spec: ModelSpec) -> float:
-    """Values per token, of two bytes, that a delta net keeps for its backward pass, over all tensor ranks.
+    """Returns the values per token, of two bytes, that a delta net keeps for its backward pass, over all tensor ranks.
 
     The product of the input, the queries and keys after their norm and again for every value head, the values, the
     rule's output and its corrections within a chunk, that output with its norm and with its gate, the gate and its SiLU
@@ -114,7 +114,7 @@ def delta_net_values(spec: ModelSpec) -> float:
 
 
 def delta_net_backward_values(spec: ModelSpec) -> float:
-    """Values per token that a delta net's backward pass has alive beside what it keeps; negative: it has freed more.
+    """Returns values per token alive in a delta net's backward pass beside the kept ones; negative: it has freed more.
 
     Most are alive in the delta rule: states before each chunk and their gradients, keys, values and gradients of both.
     The backward passes of the output's gate and norm are done by then.
@@ -127,7 +127,7 @@ def delta_net_backward_values(spec: ModelSpec) -> float:
 
 
 def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
-    """Shapes (outputs, inputs) of the weights of attention, over all tensor ranks; not of latent attention."""
+    """Returns shapes (outputs, inputs) of the weights of attention, over all tensor ranks; not of latent attention."""
     d, shapes = spec.hidden_size, set()
     for heads in {spec.heads(layer) for layer in range(1, spec.num_layers + 1)}:
         q, channels = spec.num_heads * heads.channels, heads.channels + heads.value_channels
@@ -143,7 +143,7 @@ def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
 
 
 def capped_score_bytes(spec: ModelSpec, tensor: int, *, backward: bool) -> float:
-    """Bytes per token of the scores of `CAPPED_QUERIES` queries with a soft cap, which no fused kernel computes.
+    """Returns bytes per token of soft-capped scores of `CAPPED_QUERIES` queries, which no fused kernel computes.
 
     Per score, counted in bfloat16 on a CPU: 14.3 bytes in a forward pass, 16.3 in a backward pass, which computes them
     again.
@@ -174,12 +174,12 @@ class StageParameters:
 
 
 def norm_parameters(spec: ModelSpec) -> int:
-    """Parameters of one norm over the hidden size."""
+    """Returns the parameters of one norm over the hidden size."""
     return spec.hidden_size * (2 if spec.norm_bias else 1)
 
 
 def layer_parameters(spec: ModelSpec, layer: int, tensor: int = 1) -> int:
-    """Parameters of transformer layer `layer` (1-based) on one of `tensor` tensor ranks, without those of experts."""
+    """Returns the parameters of layer `layer` (1-based) on one of `tensor` tensor ranks, without those of experts."""
     d, attention, experts = spec.hidden_size, attention_parameters(spec, layer), spec.experts
     split = attention.split
     whole = attention.whole + (4 if spec.post_norms else 2) * norm_parameters(spec)
@@ -196,7 +196,7 @@ def layer_parameters(spec: ModelSpec, layer: int, tensor: int = 1) -> int:
 
 
 def expert_parameters(spec: ModelSpec, layer: int) -> int:
-    """Parameters of all experts of layer `layer` (1-based)."""
+    """Returns the parameters of all experts of layer `layer` (1-based)."""
     if not spec.is_sparse(layer):
         return 0
     assert spec.experts is not None
@@ -205,7 +205,7 @@ def expert_parameters(spec: ModelSpec, layer: int) -> int:
 
 
 def _of_layers(spec: ModelSpec, layers: list[int], parameters: Callable[[ModelSpec, int], int]) -> int:
-    """The sum of `parameters` over some layers; each of their few kinds is computed once."""
+    """Returns the sum of `parameters` over some layers; each of their few kinds is computed once."""
     kind_of = {layer: (spec.is_sparse(layer), is_delta_net(spec, layer), spec.heads(layer)) for layer in layers}
     kinds = Counter(kind_of.values())
     examples = {kind: layer for layer, kind in kind_of.items()}
@@ -213,7 +213,7 @@ def _of_layers(spec: ModelSpec, layers: list[int], parameters: Callable[[ModelSp
 
 
 def model_parameters(spec: ModelSpec) -> int:
-    """Parameters of the whole model, without padding; a tied head counts once."""
+    """Returns the parameters of the whole model, without padding; a tied head counts once."""
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
     layers = range(1, spec.num_layers + 1)
     inner = sum(layer_parameters(spec, layer) + expert_parameters(spec, layer) for layer in layers)
@@ -231,7 +231,7 @@ def stage_parameters(
     trains_norm: bool = True,
     trains_head: bool = True,
 ) -> StageParameters:
-    """Parameters on one rank of pipeline stage `pipeline`.
+    """Returns the parameters on one rank of pipeline stage `pipeline`.
 
     Args:
         depth: layers above this one are not built (a teacher's); None: all are.

@@ -14,7 +14,7 @@ from nemo_oprd.tools.plan.rollout_cost import SamplingCost
 
 
 def lines(found: Estimate, near: list[Alternative], name: str) -> Iterator[str]:
-    """The report, line by line.
+    """Yields the lines of the report.
 
     Args:
         near: alternatives that fit, where the configuration does not.
@@ -54,8 +54,8 @@ def _roles(found: Estimate) -> Iterator[str]:
             f"{in_bytes(served.cache, 2)} the cache of {served.longest:,} tokens; {served.row_bytes:,} bytes per token "
             f"and layer, {in_bytes(served.answers, 2)} per step"
             + (
-                f"; early answers take at most {in_bytes(served.prefetched, 2)} of a machine's memory"
-                if served.prefetched
+                f"; early answers take at most {in_bytes(served.ahead, 2)} of a machine's memory"
+                if served.ahead
                 else ""
             )
         )
@@ -104,7 +104,7 @@ def _memory(found: Estimate) -> Iterator[str]:
 
 
 def _row(name: str, values: list[float], width: int, scale: float) -> str:
-    """A line of the table, in a unit of `scale` bytes; a number above 0 is never shown as 0."""
+    """Returns a line of the table, in a unit of `scale` bytes; a number above 0 is never shown as 0."""
     shown = [f"{value / scale:.2f}" if value >= 0.01 * scale or not value else "<0.01" for value in values]
     return f"{name:<34}" + "".join(f"{text:>{width}}" for text in shown)
 
@@ -141,7 +141,7 @@ def _seconds(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as text. Example: "27.5 h"."""
+    """Formats seconds. Example: "27.5 h"."""
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{_seconds(seconds)} s"
@@ -154,7 +154,7 @@ def _evaluation(sampling: SamplingCost, seconds: float | None) -> str:
 
 
 def as_json(found: Estimate, near: list[Alternative]) -> dict[str, Any]:
-    """All numbers of the report: bytes, operations and seconds."""
+    """Returns all numbers of the report: bytes, operations and seconds."""
     return {
         "ranks": found.ranks,
         "gpu": found.gpu.name,

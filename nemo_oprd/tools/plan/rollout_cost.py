@@ -40,7 +40,7 @@ class SamplingCost:
     """The cost of a `Demand` with an engine.
 
     Attributes:
-        at_a_time: responses that one group of GPUs samples at the same time.
+        at_a_time, waves: responses that one group of GPUs samples at the same time, and the number of such batches.
         groups: the groups of GPUs that sample.
         parts: part -> bytes on one GPU.
         seconds: estimated seconds.
@@ -56,7 +56,7 @@ class SamplingCost:
 
 
 def sample(work: Workload, demand: Demand, ranks: int, gpu: Gpu, left: float, *, goes_on: bool = False) -> SamplingCost:
-    """The cost of sampling with the engine of the configuration.
+    """Returns the cost of sampling with the engine of the configuration.
 
     Args:
         ranks: the student's ranks.
@@ -128,7 +128,7 @@ def _in_process(
 
 
 def rollout_copy(work: Workload) -> float:
-    """Bytes of the copy of the student that an engine in the trainer's processes has on one rank."""
+    """Returns the bytes of the copy of the student that an engine in the trainer's processes has on one rank."""
     sizes = work.config.rollout
     held = stage_parameters(work.student, Layout(tensor=sizes.tensor, expert=sizes.expert), 0).all_held
     return float(held * work.value_bytes)
@@ -160,7 +160,7 @@ def _with_servers(
 
 
 def _token_seconds(work: Workload, gpu: Gpu, demand: Demand, batch: int, groups: Groups) -> float:
-    """Seconds of a decoding step of `batch` responses at a time on one group of GPUs.
+    """Returns the seconds of a decoding step of `batch` responses at a time on one group of GPUs.
 
     It takes as long as reading weights and caches, and with servers `ASSUMED.server_token` more; in the trainer's
     processes at least as long as starting its operations or, without a cache, computing whole sequences again.

@@ -44,7 +44,7 @@ class Servers:
     cache: float
     row_bytes: int
     answers: float
-    prefetched: float
+    ahead: float
     flops: float
     seconds: float
 
@@ -66,13 +66,13 @@ class Servers:
         return asdict(self)
 
     def finding(self) -> dict[str, Any]:
-        """`problem` as JSON."""
+        """Returns `problem` as JSON."""
         numbers = {name: getattr(self, name) for name in ("memory", "weights", "cache", "longest", "tensor")}
         return {"code": CODE, "text": self.problem, "numbers": numbers}
 
 
 def teacher_servers(longest: Workload, mean: Workload, student: Layout, gpu: Gpu) -> tuple[Servers, ...]:
-    """The servers of all teachers that use servers.
+    """Returns the servers of all teachers that use servers.
 
     Args:
         longest, mean: the work of a step with the longest responses, for memory, and with average ones.
@@ -113,14 +113,14 @@ def _servers(
         row_bytes=row_bytes,
         answers=answers,
         # those of later steps wait there, too
-        prefetched=min(settings.ahead_gib * (1 << 30), answers * (config.rollout.max_lag + 1)),
+        ahead=min(settings.ahead_gib * (1 << 30), answers * (config.rollout.max_lag + 1)),
         flops=flops,
         seconds=flops / rate + answers / min(paths, count * ASSUMED.host),
     )
 
 
 def server_count(config: Config, number: int, students: int) -> int:
-    """The servers of teacher `number`, as `vllm/teacher_servers.py` places them on GPUs."""
+    """Returns the servers of teacher `number`, as `vllm/teacher_servers.py` places them on GPUs."""
     settings = config.teacher.vllm
     if endpoints := config.teacher_endpoints(number):
         return len(endpoints)
@@ -138,7 +138,7 @@ def sent_per_row(config: Config, number: int, teacher: TeacherWork, value_bytes:
 
 
 def output_row_bytes(teacher: TeacherWork, work: Workload) -> int:
-    """Bytes per row of the output loss that leave a server."""
+    """Returns the bytes per row of the output loss that leave a server."""
     if not work.output_rows:
         return 0
     return teacher.spec.hidden_size * work.value_bytes if teacher.sends_states else 8
@@ -156,6 +156,6 @@ def served_flops(teacher: TeacherWork, work: Workload) -> float:
 
 
 def colocated_share(config: Config) -> float:
-    """The fraction of a GPU's memory that servers of teachers take beside the student."""
+    """Returns the fraction of a GPU's memory that servers of teachers take beside the student."""
     shares = config.teacher_server_share * len(config.started_teachers)
     return shares if config.teacher.vllm.placement == "colocated" else 0.0

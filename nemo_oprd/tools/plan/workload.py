@@ -30,7 +30,7 @@ from nemo_oprd.tools.plan.parameters import expert_parameters, model_parameters
 
 _EXPERTS = re.compile(r"\.experts\.")
 _LENGTH_BYTES = 8
-# what families call the same number; the first one that a config has counts
+# the names of one number in different families; the first one in a config counts
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 _HEADS = ("num_attention_heads", "n_head")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
@@ -60,11 +60,11 @@ class ServedModel:
     quantized_bytes: int = 0
 
     def weight_bytes(self, value_bytes: float) -> float:
-        """Bytes of all weights on a server, those that are not quantised with `value_bytes` each."""
+        """Returns the bytes of all weights on a server, those that are not quantised with `value_bytes` each."""
         return (self.parameters - self.quantized) * value_bytes + self.quantized_bytes
 
     def cache_bytes(self, tensor: int, value_bytes: int) -> float:
-        """Bytes of a token's cache on one of `tensor` GPUs."""
+        """Returns the bytes of a token's cache on one of `tensor` GPUs."""
         return self.cached * value_bytes / (tensor if self.cached_per_worker else 1)
 
 
@@ -116,7 +116,7 @@ def _number(text: Mapping[str, Any], names: tuple[str, ...], default: int) -> in
 
 
 def _tensors(directory: Path) -> dict[str, tuple[int, int]]:
-    """Name -> (items, bytes) of every tensor in the weight files, from their headers alone."""
+    """Returns name -> (items, bytes) of every tensor in the weight files, from their headers alone."""
     found: dict[str, tuple[int, int]] = {}
     for file in weight_files(directory) if any(directory.glob("*.safetensors")) else ():
         with file.open("rb") as stream:
@@ -202,7 +202,7 @@ class Workload:
         return self.config.loss.representation.final_norm and self.student.num_layers in self.layers
 
     def on(self, layout: Layout) -> Microbatches:
-        """The microbatches of the data-parallel rank of `layout` with the most responses.
+        """Returns the microbatches of the data-parallel rank of `layout` with the most responses.
 
         A rank has whole responses; those of each teacher are divided over the ranks, and packed, separately.
         """
@@ -229,7 +229,7 @@ class Workload:
         return shares(self.responses, len(self.teachers))
 
     def teacher_share(self, student: Layout, teacher: Layout) -> float:
-        """The share of a step that the teachers' fullest data-parallel rank computes: whole responses in every wave.
+        """Returns the share of a step on the teachers' fullest data-parallel rank: whole responses in every wave.
 
         A wave is `teacher.resident_microbatches` microbatches of the student's ranks.
         """
@@ -264,7 +264,7 @@ class Microbatches:
 def make_workload(
     config: Config, models: RunModels, *, prompt: int | None = None, response: int | None = None
 ) -> Workload:
-    """The work of a step of `config`.
+    """Returns the work of a step of `config`.
 
     Args:
         prompt: tokens of a prompt; None: as `prompt_tokens` says.
@@ -334,7 +334,7 @@ def _teacher(
 
 
 def bridge_rank(config: Config, directory: str, *widths: int) -> int:
-    """The rank of a bridge; before the bridge is made, `bridge.rank`, or the smallest of the widths for `auto`."""
+    """Returns the rank of a bridge; before fit-bridge has made it, `bridge.rank`, or for `auto` the smallest width."""
     manifest = Path(directory) / "bridge.json"
     if manifest.is_file():
         return int(read_json(manifest, "a manifest that fit-bridge wrote", "copy it again")["rank"])

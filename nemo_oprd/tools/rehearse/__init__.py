@@ -157,7 +157,7 @@ KNOWN_WAITS = {
 
 
 def unknown_waits(waits: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One mistake for each place of `waits` that is not known."""
+    """Returns a mistake for each place of `waits` that is not in `KNOWN_WAITS`."""
     return [
         {
             "code": "unknown-wait",
@@ -174,7 +174,7 @@ def _below(wait: dict[str, Any]) -> str:
     return f" in {wait['below']}" if wait["below"] else ""
 
 
-# a larger difference between what was measured and what `plan` says is reported
+# a larger relative difference between the measured bytes and those of `plan` is reported
 TOLERANCE = 0.05
 # phase of a step -> the phases of `plan` that it passes through
 PLANNED: dict[str, tuple[str, ...]] = {
@@ -264,7 +264,7 @@ def run(options: argparse.Namespace) -> int:
     for each in short:
         print(f"{each.line} (rehearsed: prompts of {prompt:,} and responses of {response:,} tokens)", flush=True)
     cluster = Cluster(options.ranks, gpu_of(options), options.gpus_per_node, layers.NAMES[options.layers])
-    # the plan of memory is that of the longest responses
+    # `plan` computes memory with the longest responses
     planned = estimate(_shortened(run_spec, response), cluster, Lengths(prompt, response))
     ranks = [_rank(options, run_spec)] if options.rank is not None else ranks_of_interest(run_spec, planned)
     stack = layers.stack(options.layers, config)
@@ -301,13 +301,13 @@ def _rank(options: argparse.Namespace, run_spec: RunSpec) -> int:
 
 
 def _shortened(run_spec: RunSpec, response: int) -> RunSpec:
-    """The run with responses of at most `response` tokens."""
+    """Returns the run with responses of at most `response` tokens."""
     config: Config = run_spec.config
     return replace(run_spec, config=replace(config, rollout=replace(config.rollout, max_new_tokens=response)))
 
 
 def ranks_of_interest(run_spec: RunSpec, planned: Estimate) -> list[int]:
-    """The first rank of each kind that `plan` tells apart, and the last tensor rank of student and teacher.
+    """Returns the first rank of each kind that `plan` tells apart, and the last tensor rank of student and teacher.
 
     The last tensor rank is the fullest under sequence parallelism: it has the last rows of a response.
     """
@@ -359,7 +359,7 @@ def rehearse_rank(options: argparse.Namespace, rank: int, prompt: int, response:
 
 
 def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part of the JSON: bytes per phase, waits, kernels and collectives per step."""
+    """Returns one rank's part of the JSON: bytes per phase, waits, kernels and collectives per step."""
     kind = planned.of_rank(rank)
     phases: dict[str, dict[str, Any]] = {}
     collectives: dict[str, Any] = {}
@@ -391,7 +391,7 @@ def report(rank: int, run_spec: RunSpec, planned: Estimate, found: dict[str, Any
 
 
 def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The places where the host waits in a step, over all its phases, and how often."""
+    """Returns the places where the host waits in a step, over all its phases, and how often."""
     keys = ("file", "line", "below", "what", "innermost")
     counts: Counter[tuple[Any, ...]] = Counter()
     for name, seen in found["phases"].items():
@@ -402,7 +402,7 @@ def waits_of_a_step(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def planned_bytes(kind: RankKind, phase: str, run_spec: RunSpec) -> float | None:
-    """The bytes of a phase by `plan`; None if `plan` has no such phase."""
+    """Returns the bytes of a phase by `plan`; None if `plan` has no such phase."""
     memory, config = kind.memory, run_spec.config
     if phase in BUILT:
         # an optimizer has its two moments from the first step on; a copy of bfloat16 weights in float32 at once
@@ -446,7 +446,7 @@ def lines(one: dict[str, Any], usable: float) -> Iterator[tuple[str, bool]]:
 
 
 def _around(one: dict[str, Any], name: str) -> str:
-    """A text on the waits of a phase outside of the steps, and the bytes that it sent and would have written."""
+    """Describes the waits of a phase outside of the steps, and the bytes that it sent and would have written."""
     if name in STEP:
         return ""
     phase, sent = one["phases"][name], one["collectives"][name].values()

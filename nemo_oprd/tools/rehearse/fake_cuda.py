@@ -67,7 +67,7 @@ class Event:
         return True
 
     def elapsed_time(self, _: Any) -> float:
-        """A number of milliseconds, always 1."""
+        """Returns 1.0, in milliseconds."""
         return 1.0
 
     def synchronize(self) -> None:
@@ -82,7 +82,7 @@ class Generator:
         self._state = state
 
     def get_state(self) -> torch.Tensor:
-        """The state that `__init__` got."""
+        """Returns the state that `__init__` got."""
         return self._state
 
     def set_state(self, _: torch.Tensor) -> None:

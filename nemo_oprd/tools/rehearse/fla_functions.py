@@ -24,7 +24,7 @@ _CHUNK = 64
 
 def install() -> None:
     """Puts the stand-ins where Megatron's gated delta net has FLA's functions, as if FLA were installed."""
-    if versions.CORE < (0, 19):  # which has no such layer for packed sequences
+    if versions.CORE < (0, 19):  # older versions have no such layer for packed sequences
         return
     common: Any = importlib.import_module("megatron.core.ssm.gated_delta_net.common")
     layer: Any = importlib.import_module("megatron.core.ssm.gated_delta_net.gdn")
@@ -128,7 +128,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _within_chunks(k: torch.Tensor, v: torch.Tensor, chunks: int) -> list[torch.Tensor]:
-    """Tensors that both passes make: keys and values that a chunk corrects, states before each chunk, new values."""
+    """Makes the tensors of both passes: keys and values that a chunk corrects, states before each chunk, new values."""
     return [torch.empty_like(k), torch.empty_like(v), _states(k, v, chunks), torch.empty_like(v)]
 
 

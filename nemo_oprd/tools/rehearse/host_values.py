@@ -5,7 +5,7 @@ tensors keep a real twin in host memory, on which small operations are carried o
 returns the number that a run would return, and `nonzero` the right number of rows. An operation with anything that has
 no twin ends the twins of what it writes.
 
-What other ranks would send is not known. After a reduction or a broadcast the twin is what this rank gave.
+The values of other ranks are not known. After a reduction or a broadcast the twin is what this rank gave.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AGREED = ("allreduce_", "broadcast_", "allreduce_coalesced_")
 
 
 class HostValues:
-    """Twins of tensors on the device; `twin[tensor]` is real, in host memory, of equal shape and dtype."""
+    """Twins of tensors on the device; `get(tensor)` is real, in host memory, of equal shape and dtype."""
 
     def __init__(self) -> None:
         self._twins: Any = WeakTensorKeyDictionary()
@@ -44,7 +44,7 @@ class HostValues:
         return found
 
     def are_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool | None:
-        """Whether two tensors have equal numbers; None if those of one are not known."""
+        """Returns whether two tensors have equal numbers; None if those of one are not known."""
         twins = self.get(one), self.get(other)
         if twins[0] is None or twins[1] is None:
             return None

@@ -42,7 +42,7 @@ _NEVER_RUN = ("nvdlfw_inspect", "onnx", "onnxscript", "triton")
 
 
 def folder() -> Path:
-    """The folder of Transformer Engine's files: `FOLDER_VARIABLE`, or a folder in the user's cache."""
+    """Returns the folder of Transformer Engine's files: `FOLDER_VARIABLE`, or a folder in the user's cache."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     return Path(chosen) if chosen else cache_directory() / f"transformer_engine-{accepted()[1]}"
 
@@ -200,7 +200,7 @@ def check(choice: Choice, config: Config) -> None:
 
 
 def provided_models(config: Config) -> list[str]:
-    """The settings by which Megatron-Bridge builds models of a run, such as "student.provider=bridge"."""
+    """Returns the settings by which Megatron-Bridge builds models of a run, such as "student.provider=bridge"."""
     teachers = [
         (f"teachers[{number}]" if config.teachers else "teacher", source.provider)
         for number, source in enumerate(config.teacher_sources)

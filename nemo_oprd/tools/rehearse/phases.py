@@ -126,7 +126,7 @@ def save_and_load(recorder: Recorder, student: Student, source: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, _alone(common), recorder.invented_host_memory():
         with recorder.phase("save"):
             _save(recorder, Path(folder), student, source)
-        gc.collect()  # what led to the boundary has references in a circle
+        gc.collect()  # objects of the interrupted save refer to each other in a circle
         with recorder.phase("load"):
             _load(recorder, Path(folder), student, common)
 
@@ -191,7 +191,7 @@ def _load(recorder: Recorder, root: Path, student: Student, common: dict[str, An
 
 @contextmanager
 def _alone(common: dict[str, Any]) -> Iterator[None]:
-    """Within the context, Megatron plans checkpoints of this rank only; `common` gets the state common to all ranks."""
+    """Makes Megatron plan for this rank only within the context; puts the state common to all ranks into `common`."""
     from megatron.core.dist_checkpointing import serialization, state_dict_utils, validation
     from megatron.core.dist_checkpointing.strategies import common as common_strategies
     from torch.distributed.checkpoint.utils import _DistWrapper
@@ -255,7 +255,7 @@ def _in_phase(recorder: Recorder, phase: str, call: Callable[..., Any]) -> Calla
 
 
 def in_process_engine(recorder: Recorder, run: RunSpec, files: Any) -> RolloutEngine | None:
-    """The engine of a run that samples in the trainer's processes; None if it has servers, or replays responses."""
+    """Returns the engine of a run that samples in the trainer's processes; None with servers, or recorded responses."""
     if not ENGINES[run.config.rollout.engine].in_process or run.config.rollout.replay is not None:
         return None
     with recorder.phase("build engine"):
@@ -314,7 +314,7 @@ def send_weights(
     whole = {p.mapping.megatron: (p.shape, student.dtype) for p in checkpoint_parameters(student.spec)}
 
     def everyones(own: dict[str, Any], _: Any) -> list[dict[str, Any]]:
-        return [whole, own]  # what the other stages would say of their parameters
+        return [whole, own]  # `whole` stands for the parameters of the other stages
 
     with recorder.phase("weights"), replaced(hf, "everyones", everyones):
         if engine is not None:

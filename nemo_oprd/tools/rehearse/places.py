@@ -35,7 +35,7 @@ class CodeLocation:
 
 
 def current_place() -> CodeLocation:
-    """The place that is running now."""
+    """Returns the place that is running now."""
     below, innermost = "", ("torch", "")
     frame = sys._getframe(1)
     while frame is not None:

@@ -83,7 +83,7 @@ def failure_of(error: Exception) -> dict[str, Any]:
 
 
 def _without_message(error: Exception) -> str:
-    """A text for an error without a message, with the line of code that raised it."""
+    """Returns a text for an error without a message, with the line of code that raised it."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} without a message at {raised.filename}:{raised.lineno}: {raised.line}"
 
@@ -144,7 +144,7 @@ def run_steps(task: dict[str, Any], recorder: Recorder, fake: Any) -> None:
 
 
 def unread_files(run: Any, fake: Any) -> Any:
-    """The models' files, whose weights have shapes and no data."""
+    """Returns the models' files, whose weights have shapes and no data."""
     import torch
 
     from nemo_oprd.data.token_ids import TokenIds
@@ -177,7 +177,7 @@ def unread_files(run: Any, fake: Any) -> Any:
 
 
 def described(recorder: Recorder) -> dict[str, Any]:
-    """The report as JSON; waits, calls, kernels and messages are those of the last step."""
+    """Returns the report as JSON; waits, calls, kernels and messages are those of the last step."""
     phases = {}
     for name, phase in recorder.phases.items():
         peak = phase.peak

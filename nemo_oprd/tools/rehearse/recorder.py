@@ -26,7 +26,7 @@ from nemo_oprd.tools.rehearse.places import CodeLocation, current_place
 # The memory of a rehearsed rank: every storage of a fake tensor, who allocated it, and the peaks of the phases.
 
 
-# what PyTorch's allocator rounds a block up to
+# PyTorch's allocator rounds each block up to a multiple of this
 BLOCK = 512
 # the share of the bytes in use by which they may grow between two moments that should be alike
 _TOLERATED_GROWTH = 1e-3
@@ -105,7 +105,7 @@ class Memory:
         return {place: size for place, size in newer.items() if size > tolerated}
 
     def allocated_at(self, tensor: torch.Tensor) -> CodeLocation:
-        """The line that allocated the memory of a tensor on the device."""
+        """Returns the line that allocated the memory of a tensor on the device."""
         return self._blocks[tensor.untyped_storage()._cdata].place
 
     def _allocate(self, storage: Any, what: str) -> None:
@@ -163,7 +163,7 @@ _COUNTS_ROWS = (aten.nonzero.default, aten.masked_select.default)
 STEP_PHASES = ("step", "teacher", "update", "optimizer")
 # phases without a backward pass
 FORWARD_PHASES = ("teacher", "sampling check", "generation")
-# moments at which what came before should have been freed
+# moments at which the memory of earlier work should have been freed
 BETWEEN_GROUPS, AFTER_STEP = "when the next group of microbatches begins", "after the next step"
 
 
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def invented_host_memory(self) -> Iterator[None]:
-        """Within the context, large tensors in host memory are fake and counted, as copies of device memory."""
+        """Makes large tensors in host memory fake within the context, and counts them, as copies of device memory."""
         self._invents_host = True
         try:
             yield
@@ -367,7 +367,7 @@ class Recorder(TorchDispatchMode):
         return None if invents else self._host_copy(func, args, kwargs)
 
     def _host_copy(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """The host's copy of a small tensor of the device, filled with one invented number if there is no twin."""
+        """Returns the host's copy of a small device tensor, filled with one invented number if there is no twin."""
         source = args[0] if func is aten._to_copy.default else args[1]
         dtype = kwargs.get("dtype") or (source if func is aten._to_copy.default else args[0]).dtype
         twin = self.known.get(source)
@@ -442,12 +442,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _described(tensor: torch.Tensor) -> str:
-    """A tensor as text, such as "bfloat16[16384, 1, 1536]"."""
+    """Returns a tensor as text, such as "bfloat16[16384, 1, 1536]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _group(value: Any) -> dist.ProcessGroup | None:
-    """The process group in a dispatched argument."""
+    """Returns the process group in a dispatched argument."""
     if isinstance(value, dist.ProcessGroup):
         return value
     if isinstance(value, torch.ScriptObject):

@@ -1,6 +1,6 @@
 """The values that a rehearsal invents, by the place that reads them, and why a step goes the same way with any value.
 
-What the host has put on the device itself is not invented (`host_values.py`). A read at a place that is not listed ends
+Numbers that the host itself put on the device are not invented (`host_values.py`). A read at an unlisted place ends
 the rehearsal, because a value may decide what a step does: how many microbatches' targets fit, for instance.
 """
 
@@ -23,7 +23,7 @@ from nemo_oprd.tools.rehearse.places import CodeLocation
 
 
 def longest_responses(config: Config, prompt: int, response: int) -> list[Rollout]:
-    """The rollouts of a step, all as long as they may be, divided evenly among the teachers.
+    """Returns the rollouts of a step, all as long as they may be, divided evenly among the teachers.
 
     A teacher that reads other ids than the student has as many of them, and a target for every response token.
     """

@@ -1,7 +1,7 @@
 """`transformer_engine_torch` in a rehearsal: the functions that a bfloat16 step calls, with their shapes and dtypes.
 
-Each makes what the compiled one returns, of the same shapes and dtypes, and computes nothing. Calls are
-counted. Any other function ends the rehearsal with its name.
+Each makes what the compiled one returns, of the same shapes and dtypes, and computes nothing. `Functions` passes
+each call to `on_call`. Any other function ends the rehearsal with its name.
 """
 
 from __future__ import annotations
@@ -125,17 +125,17 @@ def _not_rehearsed(name: str) -> Callable[..., Any]:
 
 
 def get_cublasLt_version() -> int:
-    """The version of cuBLAS."""
+    """Returns the version of cuBLAS."""
     return CUBLAS_VERSION
 
 
 def get_cudnn_version() -> int:
-    """The version of cuDNN."""
+    """Returns the version of cuDNN."""
     return CUDNN_VERSION
 
 
 def get_num_cublas_streams() -> int:
-    """The number of streams for grouped products."""
+    """Returns the number of streams for grouped products."""
     return CUBLAS_STREAMS
 
 
@@ -164,7 +164,7 @@ def generic_gemm(
     extra_output: Any = None,
     **__: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, Any]:
-    """A product of column-major matrices: y = b a^T (TN), b's gradient b a (NN) or the weight's b^T a (NT)."""
+    """Stands in for column-major products: y = b a^T (TN), b's gradient b a (NN) or the weight's b^T a (NT)."""
     rows, columns = a.shape[-1], b.shape[-1]
     if transb:
         shape, inner = (columns, rows), (a.numel() // rows, b.numel() // columns)
@@ -191,7 +191,7 @@ def _torch_dtype(dtype: Any, default: torch.dtype) -> torch.dtype:
 def rmsnorm_fwd(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None, quantizer: Any, dtype: Any, *_: Any
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """The normed state, no mean, and a scale per row."""
+    """Returns the normed state, no mean, and a scale per row."""
     made = torch.empty(x.shape, dtype=_torch_dtype(dtype, x.dtype), device=x.device) if out is None else out
     return made, None, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
 
@@ -199,7 +199,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the state and of the weight."""
+    """Returns the gradients of the state and of the weight."""
     return torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -209,7 +209,7 @@ def _queries_keys_values(args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _learned_terms(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The learned term of each head's softmax [1, heads, 1, 1], if there is one."""
+    """Returns the learned term of each head's softmax [1, heads, 1, 1], if there is one."""
     tensors = (each for each in _leaves(args) if isinstance(each, torch.Tensor) and each.ndim == 4)
     return [each for each in tensors if each.shape == (1, each.shape[1], 1, 1)][:1]
 

@@ -43,7 +43,7 @@ class Evaluation:
         return read_graded(self.directory)
 
     def interval(self, metric: str) -> str:
-        """The interval of `val/SET/METRIC` as text; "" if none is kept."""
+        """Returns the interval of `val/SET/METRIC` as text; "" if none is kept."""
         return interval(metric, self.metrics.get(metric + CI))
 
 
@@ -61,7 +61,7 @@ class RunEvaluations:
 
 
 def read_evaluations(index: int, run: Run) -> RunEvaluations:
-    """The evaluations of the run at position `index` of the page.
+    """Returns the evaluations of the run at position `index` of the page.
 
     Raises:
         ValueError: an evaluation.json is damaged.
@@ -83,7 +83,7 @@ def _read(run: Path, place: str, label: str) -> Evaluation | None:
 
 
 def meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
-    """(Name, meaning) for each kind of metric among the columns of the tables, in the order of `MEANINGS`.
+    """Returns (name, meaning) for each kind of metric among the columns of the tables, in the order of `MEANINGS`.
 
     Example: of `avg@2` and `avg`, the name is "avg, avg@2".
     """
@@ -96,7 +96,7 @@ def meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def undefined(metric: str) -> str:
-    """The text that a table shows for a metric that an evaluation may lack; "" if it should have the metric."""
+    """Returns the text that a table shows for a metric that an evaluation may lack; "" if it should have the metric."""
     reason = UNDEFINED.get(kind_of(metric))
     return "" if reason is None else f"- ({reason})"
 
@@ -142,7 +142,7 @@ def paired(runs: Sequence[RunEvaluations]) -> tuple[list[str], list[DifferenceRo
 
 
 def _compared(after: Evaluation, before: Evaluation) -> tuple[dict[str, dict[str, Difference]], str]:
-    """(Set -> metric -> difference, "") or ({}, why the evaluations can't be compared)."""
+    """Returns (set -> metric -> difference, "") or ({}, why the evaluations can't be compared)."""
     try:
         return compare(after.graded.values(), before.graded.values()), ""
     except ValueError as error:  # other problems or other graders
@@ -168,7 +168,7 @@ GroupRow = tuple[Key, str, int, list[tuple[str, str]]]
 
 
 def groups(runs: Sequence[RunEvaluations]) -> list[GroupRow]:
-    """Accuracy by subject and level, before, after, and of the teacher, where the data have subjects or levels."""
+    """Returns accuracy by subject and level, before, after, and the teacher's, where data have subjects or levels."""
     rows = list[GroupRow]()
     for run in runs:
         metrics = {} if run.last is None else run.last.metrics

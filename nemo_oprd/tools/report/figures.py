@@ -28,7 +28,7 @@ SPACE = "\N{NO-BREAK SPACE}"
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric of an evaluation is a share of responses or problems, shown in percent."""
+    """Returns whether a metric of an evaluation is a share of responses or problems, shown in percent."""
     name = metric.rsplit("/", 1)[-1]
     return name.startswith(_SHARES) or name in ("avg", "truncated", "no_answer")
 
@@ -49,7 +49,7 @@ def number(metric: str, value: float) -> str:
 
 
 def interval(metric: str, bounds: tuple[float, float] | list[float] | None) -> str:
-    """An interval as text. Example: "[20.1, 30.2]", in the unit of `number`; "" for None."""
+    """Returns an interval as text. Example: "[20.1, 30.2]", in the unit of `number`; "" for None."""
     if bounds is None:
         return ""
     low, high = (number(metric, value).removesuffix(f"{SPACE}%") for value in bounds)
@@ -57,13 +57,13 @@ def interval(metric: str, bounds: tuple[float, float] | list[float] | None) -> s
 
 
 def signed(metric: str, value: float, gap: Difference) -> str:
-    """A number of a difference: shares in percentage points, as many decimals as `gap` needs. Example: "+12.5"."""
+    """Formats a part of a difference: shares in percentage points, as many decimals as `gap` needs, such as "+12.5"."""
     scale, least = (1, 3) if metric.endswith("dist_4g") else (100, 1) if is_share(metric) else (1, 2)
     return f"{scale * value:+.{gap.decimals(scale, least)}f}".replace("-", MINUS)
 
 
 def duration(seconds: float) -> str:
-    """Seconds in two units. Example: 7985.2 -> "2 h 13 min"."""
+    """Formats seconds in two units. Example: 7985.2 -> "2 h 13 min"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -72,12 +72,12 @@ def duration(seconds: float) -> str:
 
 
 def closed_gap(before: float, after: float, teacher: float) -> str:
-    """The part of the teacher's lead before training that the student has closed, in percent."""
+    """Returns the part of the teacher's lead before training that the student has closed, in percent."""
     return f"{100 * (after - before) / (teacher - before):.0f}".replace("-", MINUS)
 
 
 def count(value: float) -> str:
-    """A number with three significant digits and a unit. Example: 1543714304 -> "1.54 B"."""
+    """Formats a number with three significant digits and a unit. Example: 1543714304 -> "1.54 B"."""
     for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if value >= 0.9995 * unit:
             return f"{value / unit:.{max(0, 2 - int(math.log10(max(1, value / unit))))}f}{name}"
@@ -158,7 +158,7 @@ class Panel:
 
 
 def run_key(index: int, run: Run) -> Key:
-    """The legend entry of the run at position `index`, from 0, on the page."""
+    """Returns the legend entry of the run at position `index`, from 0, on the page."""
     return Key(run.name, f"series-{index % NUM_COLORS}", LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)])
 
 
@@ -196,7 +196,7 @@ def svg(draw: Draw, steps: tuple[int, int], label: str, ident: str) -> str:
 
 
 def last(run: Run, metric: str) -> float:
-    """The value of a metric at its last step."""
+    """Returns the value of a metric at its last step."""
     return list(run.metrics[metric].values())[-1]
 
 
@@ -213,7 +213,7 @@ def line(axes: Any, key: Key, series: dict[int, float]) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving average over about 4 % of the points, over fewer at the ends; few points stay unchanged."""
+    """Returns a centred moving average over about 4 % of the points, fewer at the ends; few points stay unchanged."""
     if len(values) < SMOOTH_FROM:
         return values
     window = np.ones(2 * (len(values) // 50) + 1)

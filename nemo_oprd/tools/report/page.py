@@ -71,7 +71,7 @@ class Card:
 
 
 def cards(runs: list[Run]) -> list[Card]:
-    """One card per run."""
+    """Returns one card per run."""
     made = [_Summary(run) for run in runs]
     return [
         Card(run_key(index, each.run), each.sentence, [(name, value) for name, value in each.settings() if value],
@@ -131,7 +131,7 @@ class _Summary:
         return f"{text}, which was not ahead"
 
     def _loss(self) -> str:
-        """The loss of a run without evaluations."""
+        """Returns the loss of a run without evaluations."""
         name = next((name for name in _LOSSES if name in self.run.metrics), None)
         if name is None:
             return ""
@@ -179,7 +179,7 @@ class _Summary:
         yield "Teacher computed by", "vLLM servers" if common.get("engine") == "vllm" else ""
 
     def _model(self, key: str, source: Any) -> str:
-        """The path of a model, and its size. Example: "models/a (qwen2, 28 layers, width 1,536, 1.54 B parameters)"."""
+        """Describes a model by path and size, e.g. "models/a (qwen2, 28 layers, width 1,536, 1.54 B parameters)"."""
         if not isinstance(source, dict):
             return ""
         path = _text(source.get("checkpoint") or source.get("hf_path"))
@@ -192,7 +192,7 @@ class _Summary:
         return f"{path} ({', '.join(filter(None, parts))})"
 
     def _layout(self, role: str) -> str:
-        """A role's layout as recorded ("TP2 PP2 DP1 +SP"), else from the settings; the teacher's with its placement."""
+        """Describes a role's layout, as recorded ("TP2 PP2 DP1 +SP") or by the settings; a teacher's with placement."""
         recorded, layout = self._start.get("layouts"), self.run.setting(f"{role}.parallel")
         placement = _text(self.run.setting("teacher.placement")) if role == "teacher" else ""
         if isinstance(recorded, dict) and role in recorded:
@@ -204,7 +204,7 @@ class _Summary:
         return ", ".join(filter(None, (*parts, placement))) or "data parallel only"
 
     def _date(self) -> str:
-        """The date of the run. Example: "2026-01-31 12:00 UTC, 3 starts"."""
+        """Returns the date of the run. Example: "2026-01-31 12:00 UTC, 3 starts"."""
         every = starts(self.run.path)
         first = _text(every[0].get("started")) if every else ""
         date = f"{first[:10]} {first[11:16]} UTC" if len(first) == len("2026-01-31T12:00:00Z") else first
@@ -246,7 +246,7 @@ def _text(value: Any) -> str:
 
 
 def _representation_term(run: Run) -> str:
-    """The representation term. Example: "representation mse (layers all, last_k 2000)"; "" if the term is off."""
+    """Describes the representation term, such as "representation mse (layers all, last_k 2000)"; "" if it is off."""
     settings = run.setting("loss.representation")
     if not isinstance(settings, dict) or not settings.get("weight"):
         return ""
@@ -261,7 +261,7 @@ def _representation_term(run: Run) -> str:
 
 
 def _output_term(run: Run) -> str:
-    """The output term. Example: "0.5 x output top_k (k 16)"; "" if the term is off."""
+    """Describes the output term, such as "0.5 x output top_k (k 16)"; "" if it is off."""
     settings = run.setting("loss.output")
     if not isinstance(settings, dict) or not settings.get("weight") or settings.get("kind") in (None, "none"):
         return ""
@@ -303,7 +303,7 @@ def write_report(runs: Sequence[Path], output: Path, steps: tuple[int, int] | No
 
 
 def unfinished(runs: Sequence[Path]) -> bool:
-    """True if any of the runs is unfinished (`Run.unfinished`). Raises ValueError as `write_report`."""
+    """Returns whether any of the runs is unfinished (`Run.unfinished`). Raises ValueError as `write_report`."""
     return any(run.unfinished for run in _read(runs))
 
 
@@ -358,7 +358,7 @@ def _render(runs: list[Run], timeline_steps: tuple[int, int] | None) -> str:
 
 
 def _plots(panel: Panel, steps: tuple[int, int], ident: str) -> list[tuple[str, Markup]]:
-    """(Caption, SVG element) of each plot; `ident` keeps their ids apart from the ids of other panels."""
+    """Returns (caption, SVG element) of each plot; `ident` keeps their ids apart from the ids of other panels."""
     return [
         (caption, Markup(svg(draw, steps, in_attribute(f"{panel.title} {caption}".strip()), f"{ident}-{index}")))
         for index, (caption, draw) in enumerate(panel.plots)

@@ -46,7 +46,7 @@ _NUMBERS_UP_TO = 40  # samplings whose numbers have room
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """The first and the last step of "8-12" or "8". Raises ValueError for anything else."""
+    """Returns the first and the last step of "8-12" or "8". Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < first <= last:
@@ -55,7 +55,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def timeline_panel(runs: Sequence[Run], steps: tuple[int, int] | None) -> Panel:
-    """A plot per run with the intervals of `steps` (None: the last ones); no plots if no run has any of them."""
+    """Returns a plot per run with the intervals of `steps` (None: the last ones); no plots if no run has any."""
     plots: list[tuple[str, Draw]] = []
     for run in runs:
         chosen = shown(read_timeline(run.path), steps)
@@ -125,7 +125,7 @@ CURVES = (  # metric, title, note, logarithmic
     ("perf/tokens_per_s", "Throughput", "tokens per second", False),
     ("perf/peak_memory_gb", "Peak memory", "GB; of the GPU, on a CPU of the first rank's process", False),
 )
-NUM_LOSSES = 6  # the first of CURVES, which stand before the figures of the models' outputs
+NUM_LOSSES = 6  # the first ones of CURVES, which stand before the entropies
 LAYER_COSINE = re.compile(r"rep/cosine_similarity_layer/(\d+)")
 POSITION_COSINE = re.compile(r"rep/cosine_(first|last)_k/(\d+)")
 PHASES = ("generate", "check", "teacher", "update", "sync", "gradient_noise")
@@ -133,7 +133,7 @@ VALIDATION = re.compile(r"val/(.+?)(/teacher)?/((?:avg|best|pass|maj)@\d+|avg_le
 
 
 def panels(runs: list[Run], steps: tuple[int, int] | None = None) -> list[Panel]:
-    """The figures for which the runs have data, in the order of the page; `steps`: those of the timeline."""
+    """Returns the figures for which the runs have data, in the order of the page; `steps`: those of the timeline."""
     averages = [(name, metric) for name, metric in validation_names(runs) if metric.startswith("avg@")]
     chosen = [_accuracy(runs, name, metric) for name, metric in averages]
     chosen += [_accuracy_over_time(runs, name, metric) for name, metric in averages]
@@ -145,7 +145,7 @@ def panels(runs: list[Run], steps: tuple[int, int] | None = None) -> list[Panel]
 
 
 def validation_names(runs: list[Run]) -> list[tuple[str, str]]:
-    """The (set, metric) pairs of all students' validations: sets by name, metrics by `order_of`, without `repeated`."""
+    """Returns (set, metric) pairs of the students' validations, by set name and `order_of`, without `repeated` ones."""
     matches = [match for run in runs for name in run.metrics if (match := VALIDATION.fullmatch(name))]
     sets: dict[str, set[str]] = {}
     for match in matches:
@@ -169,12 +169,12 @@ Curves = list[tuple[Key, dict[int, float]]]
 
 
 def _curves(runs: list[Run], metric: str) -> Curves:
-    """A metric of the runs that have it."""
+    """Returns a metric of the runs that have it."""
     return [(run_key(i, run), run.metrics[metric]) for i, run in enumerate(runs) if metric in run.metrics]
 
 
 def _lines(title: str, note: str, curves: Curves, axes_too: Draw | None = None, more: Sequence[Key] = ()) -> Panel:
-    """A figure of one plot with all curves; without curves, a figure without plots.
+    """Returns a figure of one plot with all curves; without curves, a figure without plots.
 
     Args:
         axes_too: draws more on the axes, after the curves.
@@ -200,7 +200,7 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _accuracy(runs: list[Run], name: str, metric: str) -> Panel:
-    """The figure of a metric: students as curves over the steps, teachers as horizontal lines."""
+    """Returns the figure of a metric: students as curves over the steps, teachers as horizontal lines."""
     curves = _curves(runs, f"val/{name}/{metric}")
     teachers = _teachers(runs, f"val/{name}/teacher/{metric}")
     shares = partial(_draw_shares, [value for _, series in curves for value in series.values()], teachers)
@@ -229,7 +229,7 @@ def _draw_shares(values: list[float], teachers: list[tuple[Key, float]], axes: A
 
 
 def _position_limits(runs: list[Run]) -> tuple[float, float]:
-    """The limits of the vertical axis of all position figures of a page."""
+    """Returns the limits of the vertical axis of all position figures of a page."""
     curves = [series for run in runs for name, series in run.metrics.items() if POSITION_COSINE.fullmatch(name)]
     ends = [series[step] for series in curves for step in (min(series), max(series)) if math.isfinite(series[step])]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
@@ -238,13 +238,13 @@ def _position_limits(runs: list[Run]) -> tuple[float, float]:
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Phase -> its seconds in all steps together, without phases of less than a thousandth of the time."""
+    """Returns phase -> its seconds in all steps together, without phases of less than a thousandth of the time."""
     seconds = {phase: sum(run.metrics.get(f"timing/{phase}_s", {}).values()) for phase in PHASES}
     return {phase: value for phase, value in seconds.items() if value > 1e-3 * sum(seconds.values())}
 
 
 def training_minutes(run: Run) -> dict[int, float]:
-    """Step -> minutes of all phases of the steps up to it, without evaluations and checkpoints; {} if not logged."""
+    """Returns step -> minutes of all phases up to it, without evaluations and checkpoints; {} if not logged."""
     series = [run.metrics[f"timing/{phase}_s"] for phase in PHASES if f"timing/{phase}_s" in run.metrics]
     steps = sorted(set().union(*series)) if series else []
     seconds = [sum(one.get(step, 0.0) for one in series) for step in steps]
@@ -252,7 +252,7 @@ def training_minutes(run: Run) -> dict[int, float]:
 
 
 def _accuracy_over_time(runs: list[Run], name: str, metric: str) -> Panel:
-    """The paper's first figure: accuracy over training time; with several runs, circle areas show their memory."""
+    """Returns the paper's first figure: accuracy over training time; circle areas show the memory of several runs."""
     student, curves = f"val/{name}/{metric}", []
     for i, run in enumerate(runs):
         minutes = {0: 0.0, **training_minutes(run)}
@@ -280,7 +280,7 @@ def _accuracy_over_time(runs: list[Run], name: str, metric: str) -> Panel:
 
 
 def _entropies(runs: list[Run]) -> Panel:
-    """The figure of both models' entropies on the student's responses; the teacher's lines are dashed."""
+    """Returns the figure of both models' entropies on the student's responses; the teacher's lines are dashed."""
     curves = []
     for i, run in enumerate(runs):
         key = run_key(i, run)
@@ -292,7 +292,7 @@ def _entropies(runs: list[Run]) -> Panel:
 
 
 def _layers(runs: list[Run]) -> Panel:
-    """Heat maps of the cosine similarity per layer and step, one per run, all on the same colour scale."""
+    """Returns heat maps of the cosine similarity per layer and step, one per run, all on the same colour scale."""
     maps: list[tuple[str, list[int], list[int], np.ndarray]] = []
     for run in runs:
         layers = sorted(int(match[1]) for name in run.metrics if (match := LAYER_COSINE.fullmatch(name)))
@@ -320,7 +320,7 @@ def _layers(runs: list[Run]) -> Panel:
 
 
 def _positions(runs: list[Run]) -> Panel:
-    """Cosine similarity over the first or last k tokens, at the first and the last step of a run, as in the paper."""
+    """Returns the figure of cosine similarity over the first or last k tokens, at each run's first and last step."""
     keys = {
         (which, end): Key(f"{which} k, {('start', 'end')[end]}", color, ("dotted", "solid")[end])
         for which, color in (("first", "series-0"), ("last", "series-1"))
@@ -350,7 +350,7 @@ def _positions(runs: list[Run]) -> Panel:
 
 
 def _phases(runs: list[Run]) -> Panel:
-    """Seconds per step, stacked by phase, one plot per run, all on one scale. A phase without a value counts as 0."""
+    """Returns seconds per step, stacked by phase, a plot per run, all on one scale; a missing value counts as 0."""
     measured = [phase for phase in PHASES if any(phase in phase_seconds(run) for run in runs)]
     keys = [Key(phase.replace("_", " "), f"phase-{PHASES.index(phase)}") for phase in measured]
     stacks: list[tuple[str, list[float], np.ndarray]] = []
@@ -373,7 +373,7 @@ def _phases(runs: list[Run]) -> Panel:
 
 
 def _bridge_ranks(runs: list[Run]) -> Panel:
-    """The held-out cosine over the rank, as `fit-bridge` measured it for the bridges of the runs, mean over layers."""
+    """Returns the figure of the held-out cosine by rank, mean over layers, as `fit-bridge` measured the bridges."""
     curves = []
     for i, run in enumerate(runs):
         key = run_key(i, run)
@@ -390,7 +390,7 @@ def _bridge_ranks(runs: list[Run]) -> Panel:
 
 
 def _rank_curves(file: Path) -> dict[str, dict[int, float]]:
-    """ "before" and "bridge" -> rank -> cosine; {} without a file, or for a bridge that was not fitted here."""
+    """Returns "before" and "bridge" -> rank -> cosine; {} without a file, or for a bridge that was not fitted here."""
     try:
         layers = json.loads(file.read_bytes())["report"]["layers"].values()
         found: dict[str, dict[int, float]] = {}

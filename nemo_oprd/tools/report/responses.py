@@ -1,4 +1,4 @@
-"""Responses to validation problems in the report: before training, after it, and the teacher's."""
+"""Responses in the report: to validation problems, and those of training steps with values per token."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Scale:
     high: float
 
     def level(self, value: float | None) -> int:
-        """The level of a value: 0 (no colour) to `LEVELS`."""
+        """Returns the level of a value: 0 (no colour) to `LEVELS`."""
         if value is None or self.high == self.low:
             return 0
         share = (_axis(self.measure, value) - self.low) / (self.high - self.low)
@@ -103,7 +103,7 @@ class TokenPanel:
 
 
 def token_panel(index: int, run: Run) -> TokenPanel | None:
-    """The responses of the run at position `index` of the page; None if it kept no values.
+    """Returns the responses of the run at position `index` of the page; None if it kept no values.
 
     Raises:
         ValueError: a file is damaged.
@@ -141,14 +141,14 @@ def _of_step(records: Sequence[dict[str, Any]], step: int) -> list[int]:
 
 
 def _axis(measure: Measure, value: float) -> float:
-    """The value on the axis of the levels, on which larger means farther apart."""
+    """Returns the value on the axis of the levels, on which larger means farther apart."""
     if measure.logarithmic:
         return math.log10(max(abs(value), 1e-12))
     return measure.direction * (value if measure.direction < 0 else abs(value))
 
 
 def _scale(measure: Measure, records: Iterable[dict[str, Any]]) -> Scale | None:
-    """The scale from the 2nd to the 98th percentile of all values; None if there are none."""
+    """Returns the scale from the 2nd to the 98th percentile of all values; None if there are none."""
     every = (value for record in records for value in record.get(measure.name, ()))
     values = [_axis(measure, value) for value in every if value is not None]
     if not values:
@@ -163,7 +163,7 @@ def _mean(record: dict[str, Any], name: str) -> float | None:
 
 
 def _largest(records: Sequence[dict[str, Any]]) -> set[int]:
-    """The quarter of each step's shown responses with the largest mean loss (KL without a representation loss)."""
+    """Returns the quarter of each step's shown responses with the largest mean loss (KL where no response has one)."""
     name = "rep_loss" if any("rep_loss" in record for record in records) else "kl"
     found: set[int] = set()
     for step in {record["step"] for record in records}:
@@ -203,7 +203,7 @@ def _classes(given: Sequence[tuple[Scale, float | None]]) -> Iterator[str]:
 
 
 def _verdict(record: dict[str, Any], grading: GraderChoice) -> str:
-    """The verdict, right or wrong, by comparison as text; "" if there is no answer to compare."""
+    """Returns the verdict, right or wrong, by comparison as text; "" if there is no answer to compare."""
     answer, text = record.get("answer"), record.get("response")
     if record.get("finish_reason") == "prefix":  # it was to end before its answer
         return ""
@@ -232,7 +232,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledProblem:
     """A problem with its responses, in order of time, the teacher's last.
 
     `kinds` names the filters that show the problem: "right" or "wrong" and "truncated", by the student's last response;
@@ -252,12 +252,12 @@ class Samples:
 
     key: Key
     set_name: str
-    samples: list[Sample]
+    samples: list[SampledProblem]
     total: int
 
 
 def responses(run: RunEvaluations, prompt_text: Callable[[list[int]], str]) -> Iterator[Samples]:
-    """The first response to some problems of each set, chosen so that every kind of change is among them.
+    """Yields first responses to some problems of each set, chosen so that every kind of change is among them.
 
     Args:
         prompt_text: token ids of a prompt -> its text.
@@ -277,12 +277,12 @@ def responses(run: RunEvaluations, prompt_text: Callable[[list[int]], str]) -> I
             was, now = before.get(problem), after[problem]
             kinds = ["right" if now.correct else "wrong"] + (["truncated"] if now.truncated else [])
             kinds += ["changed"] if was is not None and was.correct != now.correct else []
-            made.append(Sample(problem, prompt_text(prompts.get(problem, [])), answer, shown, kinds))
+            made.append(SampledProblem(problem, prompt_text(prompts.get(problem, [])), answer, shown, kinds))
         yield Samples(run.key, name, _chosen(made), len(made))
 
 
 def _first_responses(each: Evaluation | None, name: str, answers: dict[int, str]) -> dict[int, Shown]:
-    """Problem -> its first response, for the problems that have the same answer in this evaluation."""
+    """Returns problem -> its first response, for the problems that have the same answer in this evaluation."""
     if each is None or name not in each.graded:
         return {}
     found: dict[int, Shown] = {}
@@ -301,9 +301,9 @@ def _prompts(directory: Path, name: str) -> dict[int, list[int]]:
     return found
 
 
-def _chosen(samples: list[Sample]) -> list[Sample]:
-    """At most `PER_KIND` each of: became right, still right, became wrong, still wrong; cut-off ones first."""
-    kept: list[Sample] = []
+def _chosen(samples: list[SampledProblem]) -> list[SampledProblem]:
+    """Returns at most `PER_KIND` each of: became right, still right, became wrong, still wrong; cut-off ones first."""
+    kept: list[SampledProblem] = []
     for right in (True, False):
         for changed in (True, False):
             of_kind = [s for s in samples if ("right" in s.kinds) == right and ("changed" in s.kinds) == changed]
@@ -329,7 +329,7 @@ def prompt_decoder(run: Run) -> Callable[[list[int]], str]:
 
 @cache
 def _tokenizer(file: Path) -> Any:
-    """The tokenizer in a file; None if there is none, or it can't be read: the page is complete without prompts."""
+    """Returns the tokenizer in a file; None if it is missing or unreadable: the page is complete without prompts."""
     if not file.is_file():
         return None
     from tokenizers import Tokenizer

@@ -44,7 +44,7 @@ class Cost:
 
 
 def costs(runs: list[Run]) -> list[Cost]:
-    """One entry per run that logged times."""
+    """Returns one entry per run that logged times."""
     return [_cost(index, run) for index, run in enumerate(runs) if training_minutes(run)]
 
 
@@ -84,7 +84,7 @@ Settings = tuple[str, str, list[Change]]
 
 
 def differing_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """(Key, value per run) of every key whose value is not the same in all runs, in the order of the first run.
+    """Returns (key, value per run) of every key whose value differs between runs, in the order of the first run.
 
     Keys of environment.json (the last start of a run) begin with `environment.`.
     """
@@ -96,14 +96,14 @@ def differing_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def chosen_settings(run: Run) -> list[tuple[str, str, str]]:
-    """(Key, value, default) of what a run sets otherwise than the defaults, in the order of its configuration."""
+    """Returns (key, value, default) of each key with another value than the default, in the configuration's order."""
     defaults = _flat(as_plain(Config()))
     flat = {key: value for key, value in _flat(run.config).items() if key not in _LEFT_OUT}
     return [(key, value, defaults.get(key, ABSENT)) for key, value in flat.items() if value != defaults.get(key)]
 
 
 def all_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """(Key, value per run) of every key of the runs' configurations and of their last starts' environments."""
+    """Returns (key, value per run) of every key of the runs' configurations and of their last starts' environments."""
     flat = [_flat(run.config) | _environment(run) for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     return [(key, [one.get(key, ABSENT) for one in flat]) for key in keys]
@@ -129,12 +129,12 @@ def changed_settings(runs: list[Run]) -> list[tuple[Key, list[Settings]]]:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """The environment of a run's last start; empty without environment.json, which only informs."""
+    """Returns the environment of a run's last start; empty without environment.json, which only informs."""
     return _flat({"environment": (starts(run.path) or [{}])[-1]})
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted key -> text of its value, as in JSON without quotes around strings."""
+    """Flattens nested mappings to dotted key -> text of its value, as in JSON without quotes around strings."""
     if not isinstance(value, dict):
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         return {prefix: _shown(text)}
@@ -180,7 +180,7 @@ def in_attribute(value: str) -> str:
 
 
 def code_point(character: str) -> str:
-    """The code point of a character. Example: "U+202E"."""
+    """Returns the code point of a character. Example: "U+202E"."""
     return f"U+{ord(character):04X}"
 
 
@@ -229,12 +229,12 @@ class ValidationRow:
 
 
 def validation_metrics(runs: list[Run]) -> list[str]:
-    """The columns of the validation table."""
+    """Returns the columns of the validation table."""
     return list(dict.fromkeys(metric for _, metric in validation_names(runs)))
 
 
 def validation_rows(runs: list[Run], evaluations: Sequence[RunEvaluations]) -> list[ValidationRow]:
-    """Per set: each run at its first and last evaluated step, then the teachers."""
+    """Returns rows per set: each run at its first and last evaluated step, then the teachers."""
     metrics = validation_metrics(runs)
     rows: list[ValidationRow] = []
     for name in dict.fromkeys(name for name, _ in validation_names(runs)):
@@ -266,7 +266,7 @@ def validation_rows(runs: list[Run], evaluations: Sequence[RunEvaluations]) -> l
 
 
 def _before_after(run: Run, student: str, teacher: str, ends: tuple[int, int], kept: RunEvaluations) -> Cell:
-    """The metric `student` at the steps `ends` of two evaluations, and the closed part of the teacher's lead.
+    """Returns the metric `student` at the steps `ends` of two evaluations, and the closed part of the teacher's lead.
 
     An evaluation without a value shows why, if the metric may lack one.
     """
@@ -283,7 +283,7 @@ def _before_after(run: Run, student: str, teacher: str, ends: tuple[int, int], k
 
 
 def first_and_last(runs: list[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(metric, (first, last) value per run) for every metric of METRICS that a run has; "" where a run lacks it."""
+    """Returns (metric, (first, last) value per run) of the METRICS that any run has; "" where a run lacks one."""
     rows = []
     for metric in METRICS:
         series = [list(run.metrics.get(metric, {}).values()) for run in runs]

@@ -59,12 +59,12 @@ _CHARACTER_TO_ID = {character: len(SPECIAL_TOKENS) + i for i, character in enume
 
 
 def prompt_text(a: int, b: int) -> str:
-    """The user's message: `PROMPT_LENGTH` characters for 4-digit numbers."""
+    """Returns the user's message: `PROMPT_LENGTH` characters for 4-digit numbers."""
     return f"{a}+{b}="
 
 
 def response_text(a: int, b: int) -> str:
-    """The correct response, without the end-of-sequence token: 28 characters, 29 if the sum has five digits."""
+    """Returns the correct response, without the end-of-sequence token: 28 characters, 29 if the sum has five digits."""
     columns, carry = [], 0
     for place in range(COLUMNS):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -74,24 +74,24 @@ def response_text(a: int, b: int) -> str:
 
 
 def boxed(answer: int) -> str:
-    """The boxed answer that ends a response."""
+    """Returns the boxed answer that ends a response."""
     return f"\\boxed{{{answer}}}"
 
 
 def encode(text: str) -> list[int]:
-    """The ids of a toy text: those of the tokenizer that `write_tokenizer` writes, without loading a tokenizer."""
+    """Returns a toy text's ids, as the tokenizer of `write_tokenizer` gives them, without loading a tokenizer."""
     return [_CHARACTER_TO_ID[character] for character in text]
 
 
 def is_correct(ids: list[int], a: int, b: int) -> bool:
-    """Whether sampled response ids end with the correct boxed answer, followed by the end-of-sequence id."""
+    """Returns whether sampled response ids end with the correct boxed answer, followed by the end-of-sequence id."""
     ending = [*encode(boxed(a + b)), EOS_ID]
     stop = ids.index(EOS_ID) + 1 if EOS_ID in ids else len(ids)
     return ids[:stop][-len(ending) :] == ending
 
 
 def sample_problems(rng: np.random.Generator, count: int, exclude: np.ndarray) -> np.ndarray:
-    """int64 [count, 2]: random problems (a, b), possibly repeated, none with a `problem_key` in `exclude`."""
+    """Returns int64 [count, 2]: random problems (a, b), perhaps repeated, none with a `problem_key` in `exclude`."""
     problems = rng.integers(SMALLEST, LARGEST + 1, (count, 2))
     while (taken := np.isin(problem_key(problems), exclude)).any():
         problems[taken] = rng.integers(SMALLEST, LARGEST + 1, (int(taken.sum()), 2))
@@ -104,7 +104,7 @@ def problem_key(problems: np.ndarray) -> np.ndarray:
 
 
 def disjoint_problems(rng: np.random.Generator, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """int64 [size, 2] for each name: no problem occurs twice, in one set or in two, not even as b+a."""
+    """Returns int64 [size, 2] for each name: no problem occurs twice, in one set or in two, not even as b+a."""
     total = sum(sizes.values())
     drawn = rng.integers(SMALLEST, LARGEST + 1, (2 * total, 2))
     _, first = np.unique(problem_key(drawn), return_index=True)
@@ -254,7 +254,7 @@ class Recipe:
             )
 
     def settings(self) -> dict[str, Any]:
-        """The settings as toy.json records them, with lists for tuples; `experts` and `family` only where given."""
+        """Returns the settings as in toy.json, with lists for tuples; `experts` and `family` only where given."""
         settings = {"recipe_version": RECIPE_VERSION, **asdict(self)}
         for name in ("experts", "family"):
             if not settings[name]:
@@ -436,7 +436,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any], Recipe, int], Any]] = {
 
 
 def training_batch(problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels, both int64 [B, S], of problems [B, 2]; labels of prompt and padding are `IGNORED`.
+    """Returns the inputs and labels, both int64 [B, S], of problems [B, 2]; labels of prompt and padding are `IGNORED`.
 
     Padding comes last, where causal attention ignores it.
     """
@@ -452,7 +452,7 @@ def training_batch(problems: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 def sample_responses(
     model: PreTrainedModel, problems: np.ndarray, *, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """The ids of one response to each problem ([n, 2]), with the end-of-sequence id if it was sampled within 40 tokens.
+    """Returns one response's ids per problem ([n, 2]), with the end-of-sequence id if sampled within 40 tokens.
 
     Temperature 0 is greedy. All prompts have the same length, so a batch with a key/value cache needs no padding.
     """
@@ -475,7 +475,7 @@ def sample_responses(
 
 
 def solved(responses: list[list[int]], problems: np.ndarray) -> float:
-    """The fraction of problems ([n, 2]) whose response ends with the correct answer."""
+    """Returns the fraction of problems ([n, 2]) whose response ends with the correct answer."""
     pairs = zip(responses, problems.tolist(), strict=True)
     return sum(is_correct(ids, a, b) for ids, (a, b) in pairs) / len(problems)
 
@@ -548,7 +548,7 @@ def _evaluate(model: PreTrainedModel, problems: np.ndarray) -> dict[str, float]:
 
 
 def _existing_pair(output: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """toy.json of the pair with these settings in `output`; None if the directory is missing or empty."""
+    """Returns toy.json of the pair with these settings in `output`; None if the directory is missing or empty."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output}: is a file, expected a directory for the pair; choose another output")
     if not output.exists() or not any(output.iterdir()):

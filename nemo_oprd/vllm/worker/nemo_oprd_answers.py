@@ -3,7 +3,7 @@
 vLLM answers a request with some 150 bytes of JSON per token. A trainer's rank that parsed them would compute nothing
 meanwhile, so the server packs them. `PackedAnswers` is ASGI middleware that a server loads by
 `--middleware nemo_oprd_answers.PackedAnswers`. It sends a request to PACKED on to vLLM's GENERATE, with the same body,
-and packs the answer by `pack`; all other calls pass. The trainer and the server both import this module, so it needs
+and packs the answer by `pack`; others pass unchanged. The trainer and the server both import this module, so it needs
 the standard library and, in the environment of vLLM, pydantic.
 """
 
@@ -71,7 +71,7 @@ def pack(answer: bytes) -> bytes:
 
 
 def _first(error: Exception) -> str:
-    """Returns what is wrong, and where, without the values of the answer."""
+    """Returns the first problem and its place, without values of the answer."""
     found = getattr(error, "errors", None)
     if found is None:
         return str(error)

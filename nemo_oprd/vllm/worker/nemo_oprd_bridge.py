@@ -2,7 +2,7 @@
 
 The file holds float32 numbers (little endian), one map after the other: the mean [D], then the basis [R, D], row by
 row. A server applies a map as (h - mean) basis^T, so it sends R numbers per row instead of D. The digest covers all
-that a projection depends on, and names the bridge in asks and in the headers of their answers.
+that a projection depends on, and names the bridge in state requests and in the headers of their answers.
 
 The trainer, the server and the tests' stand-in all import this module, so it needs the standard library alone.
 """

@@ -3,7 +3,7 @@
 A collective waits for all members, and NCCL does not tell a member that another one is gone. So while a member waits in
 a collective, it also reads a key of the group's store, under which the member that ends the transfer writes the reason,
 and gives up after a deadline. The trainer and vLLM's workers both import this module, so it needs torch alone. The
-group was not yet run over NCCL.
+group has not been run over NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 LOOK_EVERY_S = 0.2
 # NCCL's watchdog ends the whole process; it must come after the deadline here
 _WATCHDOG = datetime.timedelta(minutes=30)
-# gloo's own limit must come after the deadline here, too, whose error names the slow operation
+# gloo's own limit must come later, too: only the error of the deadline here names the slow operation
 _GLOO = datetime.timedelta(seconds=30)
 
 
@@ -101,7 +101,7 @@ class Group:
     def end(self, why: str, *, own: bool = False) -> None:
         """Ends the transfer for all members, and leaves. The first reason counts.
 
-        `own`: the reason is this member's, and not that the group or another member failed.
+        `own`: whether this member caused the end, not the group or another member.
         """
         with suppress(RuntimeError):  # the store ends with the trainer
             self._store.compare_set("over", "", json.dumps([self._rank if own else None, why[:2000]]))

@@ -10,7 +10,7 @@ If this guard is killed, `nemo_oprd_serve.py` ends the group, and the parent cal
 that were all killed at once leave no record of their mappings; the names of the semaphores and the shared memory that
 Python made for them begin with the value of NEMO_OPRD_SHARED_NAMES, and the parent finds them by that.
 
-Imports the standard library alone, because it starts before anything else.
+The module imports the standard library alone, because the guard starts before anything else.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def named_shared_memory(names: str) -> set[str]:
 def clean_up(group: int, shared_memory: set[str], keep: str | None = None, names: str = "") -> None:
     """Kills what is left of a group; removes the files in shared memory that its processes have mapped or made.
 
-    `shared_memory`: files mapped earlier; `names`: see `named_shared_memory`. Files in the parent's `keep` stay.
+    `shared_memory`: files mapped earlier; `names`: see `named_shared_memory`. Files in the folder `keep` stay.
     """
     shared_memory = shared_memory | mapped_shared_memory(group_members(group))
     if keep is not None:

@@ -27,7 +27,7 @@ LEASE_S = 120.0
 RENEW, RELEASE = "/nemo_oprd/renew", "/nemo_oprd/release"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,}")
 _MOST_BYTES = 1 << 16
-# a run's calls arrive seconds late, not after so many other releases
+# late calls of a run arrive within seconds, before this many other releases
 _MOST_GIVEN_BACK = 100
 
 

@@ -2,8 +2,8 @@
 
 A `StateRequest` travels as JSON in a request's `extra_args`. Its answer is a file in the run's own folder, which this
 user alone can enter: the length of a header (8 bytes, little endian), the header (JSON), and the values. The
-server writes it under another name and renames it, so that the file is whole or absent. The trainer, the server and the
-tests' stand-in all import this module, so it needs the standard library alone.
+server writes it under another name and then links it to its own, so that it is whole or absent. The trainer, the server
+and the tests' stand-in all import this module, so it needs the standard library alone.
 """
 
 from __future__ import annotations

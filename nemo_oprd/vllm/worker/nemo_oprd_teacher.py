@@ -4,7 +4,7 @@ vLLM imports this module in its own environment, like `nemo_oprd_worker.py`. vLL
 `StateRequest` (`nemo_oprd_requests.py`) in its `extra_args` like any other; forward hooks on the decoder layers copy
 its rows from every chunk of the prompt, and the first tensor rank writes the answer before the request ends. An error
 in a hook becomes the answer of its job, because an exception would end the engine. Only one error ends it: a tensor
-rank that fails to compute its part of the logits would leave the others waiting, or give them numbers of another call.
+rank that fails to compute its part of the logits would leave the others waiting, or mix up the results of collectives.
 
 **What is the residual stream?** A layer returns it, or a pair. In most families the stream is the sum of the pair
 (hidden states and a residual that is not yet added), in some its first part. No table of families is needed: the stream
@@ -150,7 +150,7 @@ class _Span:
 
     @property
     def requested(self) -> torch.Tensor:
-        """Returns the flat indices of all rows of this pass that the state request names, in any layer."""
+        """The indices in the flat batch of this pass's rows that the state request names, in any layer."""
         return torch.cat([self.inside(self.job.rows)[1], self.inside(self.job.final_rows)[1]])
 
 
@@ -411,7 +411,7 @@ class _Capture:
         job.final_filled[inside] = True
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor | None:
-        """Logits with scale, bias, softcap; None on ranks without them. _OutOfStep if one of several ranks fails."""
+        """Computes logits with scale, bias, cap; None on ranks without them. _OutOfStep if one of several fails."""
         try:
             return self.model.compute_logits(states)
         except Exception as error:

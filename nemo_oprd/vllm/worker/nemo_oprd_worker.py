@@ -5,7 +5,7 @@ vLLM finds it by `--worker-extension-cls`, `--logits-processors` and the name of
 
 Weights arrive in buckets (`nemo_oprd_buckets.py`) by one of three transports: `file`, a file in shared memory; `group`,
 broadcasts in a process group with the trainer's first rank; `ipc`, memory of the trainer's process on the same GPU.
-`group` over NCCL and `ipc` were not yet run.
+`group` over NCCL and `ipc` have not been run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 BACKEND = "nemo_oprd"
-# keys of `additional_config`: ids from this one on are not sampled, nor those in these runs (first id, end)
+# keys of `additional_config`: the id from which on no id is sampled, and runs (first id, end) of more unsampled ids
 KNOWN_IDS, GAPS = "nemo_oprd_known_ids", "nemo_oprd_gaps"
 
 

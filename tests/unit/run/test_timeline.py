@@ -62,6 +62,8 @@ def test_the_share_that_is_hidden() -> None:
     """Of six seconds of sampling, the ranks waited for three and did nothing in one."""
     waited = [interval(1, "sampling", 0, 4), interval(1, "generate", 0, 3), interval(1, "teacher", 3, 3.5)]
     assert hidden_share(waited) == 0.5 / 4
+    early = interval(1, "teacher_ahead", 0, 3)  # a teacher's servers computed while the ranks waited
+    assert hidden_share([*waited, early]) == 0.5 / 4
     hidden = [*waited, interval(1, "gradient", 3.5, 7), interval(1, "sampling", 5, 7)]
     assert hidden_share(hidden) == (1 + 2) / 6
     assert hidden_share([interval(1, "gradient", 0, 1)]) is None

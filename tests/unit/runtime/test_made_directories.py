@@ -120,18 +120,28 @@ def test_inside_a_run(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
-    """Killed between its two files of the teacher."""
-    mark(tmp_path, "compare")
+    """Killed between its two files of the teacher, by an earlier version, too, which wrote no marker."""
     line = {"prompt": "1+1", "response": "2", "ended": True, "prompt_ids": [1], "response_ids": [2]}
     (tmp_path / "teacher.jsonl").write_text(json.dumps(line) + "\n")
+    check_directory(tmp_path, "compare")
+    mark(tmp_path, "compare")
     check_directory(tmp_path, "compare")
 
 
 @pytest.mark.parametrize("command", MADE)
-def test_a_marked_directory_is_that_commands_before_its_first_file(tmp_path: Path, command: str) -> None:
+def test_a_marked_directory_is_that_commands_from_its_first_file_on(tmp_path: Path, command: str) -> None:
+    """An emptied one is everybody's, although `rm *` leaves the hidden marker, and empty folders are no results."""
     place = tmp_path / "place"
     mark(place, command)
-    assert [path.name for path in place.iterdir()] == [MARKER]
+    (place / "vllm").mkdir()
+    (place / "hidden_states").mkdir()
+    assert sorted(path.name for path in place.iterdir()) == [MARKER, "hidden_states", "vllm"]
+    for other in MADE:
+        if other not in ("fit-bridge", "verify"):  # which want no other folders beside their results
+            check_directory(place, other)
+    (place / "hidden_states").rmdir()
+    first = MAKERS[command].writes[0].replace("*", "model.safetensors")
+    (place / first).write_text("begun")
     for other in MADE:
         if other == command:
             check_directory(place, other)

@@ -17,7 +17,7 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import RepresentationLossConfig
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.tools.doctor.files import rope
-from nemo_oprd.tools.doctor.findings import Finding, Report, Settings, for_diagnosis
+from nemo_oprd.tools.doctor.findings import Finding, Report, SampleSizes, for_diagnosis
 from nemo_oprd.tools.doctor.models import aligned_positions, distance, judge, layer_errors
 from nemo_oprd.tools.doctor.prompts import (
     Answers,
@@ -62,16 +62,16 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_sample_is_small_and_of_the_run_s_engine() -> None:
     config = load_config("oprd_1p5b", ["rollout.engine=vllm", "rollout.replay=recorded.jsonl"])
-    made = for_diagnosis(config, Settings(max_new_tokens=512))
+    made = for_diagnosis(config, SampleSizes(max_new_tokens=512))
     assert (made.rollout.engine, made.rollout.replay, made.rollout.per_prompt) == ("megatron", None, 1)
-    served = for_diagnosis(load_config("oprd_1p5b", ["rollout.engine=vllm"]), Settings())
+    served = for_diagnosis(load_config("oprd_1p5b", ["rollout.engine=vllm"]), SampleSizes())
     assert served.rollout.engine == "vllm"
     assert made.rollout.max_new_tokens == made.evaluation.max_new_tokens == 512
     assert made.logging.output_metrics_every == 1
-    assert for_diagnosis(config, Settings(max_new_tokens=99999)).evaluation.max_new_tokens == 31744
-    assert for_diagnosis(load_config("bridge_phi4mini_to_qwen3_1p7b"), Settings()).logging.output_metrics_every == 0
+    assert for_diagnosis(config, SampleSizes(max_new_tokens=99999)).evaluation.max_new_tokens == 31744
+    assert for_diagnosis(load_config("bridge_phi4mini_to_qwen3_1p7b"), SampleSizes()).logging.output_metrics_every == 0
     with pytest.raises(ValueError, match="--max-new-tokens=0: expected at least 1"):
-        Settings(max_new_tokens=0)
+        SampleSizes(max_new_tokens=0)
 
 
 @pytest.mark.parametrize(

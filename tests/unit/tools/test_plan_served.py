@@ -144,6 +144,10 @@ def test_what_does_not_fit_is_a_finding(pair: list[str], capsys: pytest.CaptureF
     assert "4 vLLM server(s) of 1 GPU(s), dedicated" in said and "3,072 bytes per token and layer" in said
     written = json.loads(file.read_text())
     assert written["findings"] == [] and written["teacher_servers"][0]["count"] == 4
+    assert [*written["teacher_servers"][0]] == [
+        *("name", "count", "tensor", "placement", "memory", "weights", "longest", "cache", "row_bytes", "answers"),
+        *("ahead", "flops", "seconds"),
+    ]
 
 
 def test_bytes_and_seconds(pair: list[str]) -> None:
@@ -161,10 +165,10 @@ def test_bytes_and_seconds(pair: list[str]) -> None:
     assert two.servers[0].seconds == pytest.approx(servers.seconds / 2)
     held = planned(pair, 8, "loss.representation.layers=[7,14,28]", response=3000)
     assert servers.flops == pytest.approx(held.flops.teacher, rel=0.02), "as for the same teacher in the trainer"
-    assert servers.prefetched == 0
+    assert servers.ahead == 0
     for gib, early in ((0.01, 0.01 * (1 << 30)), (900, servers.answers)):
         (found,) = planned(pair, 9, *settings, f"teacher.vllm.ahead_gib={gib}", response=3000).servers
-        assert found.prefetched == pytest.approx(early)
+        assert found.ahead == pytest.approx(early)
 
 
 def test_a_run_of_its_own_servers_sends_what_a_bridge_leaves(pair: list[str], tmp_path: Path) -> None:

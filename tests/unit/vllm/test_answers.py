@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nemo_oprd.vllm.server import ServerRefused
-from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.teacher_round import RequestQueue
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
+from nemo_oprd.vllm.teacher_round import TeacherRequestQueue
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
 from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, StateRequest, weights_digest
 
@@ -32,7 +32,9 @@ def header(state_request: StateRequest = STATE_REQUEST, ids: list[int] = IDS) ->
 
 def read(changed: dict[str, Any], values: list[float], state_request: StateRequest = STATE_REQUEST) -> Any:
     raw = bytearray(array("f", values).tobytes())
-    return Request(IDS, state_request).read({**header(state_request), **changed}, raw, "server", header(state_request))
+    return TeacherRequest(IDS, state_request).read(
+        {**header(state_request), **changed}, raw, "server", header(state_request)
+    )
 
 
 def test_an_ask_comes_through_as_it_is() -> None:
@@ -178,8 +180,8 @@ def test_answers_wait_for_room_in_shared_memory() -> None:
     """At most `room` bytes at a time, but one answer in any case, in the order of the requests."""
 
     async def claimed() -> list[int]:
-        left = [(i, Request(IDS, STATE_REQUEST)) for i in (2, 1, 0)]
-        waiting, got = RequestQueue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
+        left = [(i, TeacherRequest(IDS, STATE_REQUEST)) for i in (2, 1, 0)]
+        waiting, got = TeacherRequestQueue(left, {0: 60, 1: 50, 2: 200}, room=100), list[int]()
         for _ in range(3):
             claim = asyncio.ensure_future(waiting.claim())
             done, _ = await asyncio.wait([claim], timeout=0.01)
@@ -216,7 +218,7 @@ def test_an_answer_without_room_comes_in_pieces(
 ) -> None:
     """They are joined to the same answer, and each one that needs more than a row fits."""
     state_request = StateRequest(NAME, [1, 3], [*range(0, 5000, 2)], [*range(0, 210, 3)])
-    request = Request([0] * 5000, replace(state_request, **changes))
+    request = TeacherRequest([0] * 5000, replace(state_request, **changes))
     pieces = request.pieces(room, WIDTH, "float32")
     assert [(len(each.state_request.rows), len(each.state_request.final_rows)) for each in pieces] == sizes
     assert len({each.state_request.name for each in pieces}) == len(pieces)
@@ -229,11 +231,11 @@ def test_an_answer_without_room_comes_in_pieces(
         )
     columns = WIDTH if request.state_request.tokens is None else 2
 
-    def answer(asked: StateRequest) -> Answer:
+    def answer(asked: StateRequest) -> TeacherAnswer:
         rows = torch.tensor(asked.rows, dtype=torch.float32)[None, :, None]
         scale = torch.tensor(asked.layers)[:, None, None] * (1 + torch.arange(asked.rank or WIDTH))
         drawn = torch.tensor(asked.tokens or asked.final_rows, dtype=torch.float32)[:, None]
-        return Answer(rows * scale, drawn.expand(-1, columns) + torch.tensor(asked.final_rows)[:, None])
+        return TeacherAnswer(rows * scale, drawn.expand(-1, columns) + torch.tensor(asked.final_rows)[:, None])
 
     joined, whole = request.joined([answer(each.state_request) for each in pieces]), answer(request.state_request)
     assert torch.equal(joined.states, whole.states) and torch.equal(joined.final, whole.final)

@@ -16,8 +16,8 @@ import torch
 from nemo_oprd.vllm.fleet import Failures
 from nemo_oprd.vllm.request_round import RequestRound
 from nemo_oprd.vllm.server import Server, ServerDied
-from nemo_oprd.vllm.teacher_requests import Answer, Request
-from nemo_oprd.vllm.teacher_round import RequestQueue, Round
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
+from nemo_oprd.vllm.teacher_round import TeacherRequestQueue, TeacherRound
 from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, AnswerFolder, StateRequest
 
 COUNT = 6
@@ -84,12 +84,12 @@ def test_a_round_joins_the_pieces_of_answers(tmp_path: Path, room: int, dies: in
     servers = [Server(number, 2) for number in range(2)]
     state_requests = [StateRequest(f"{i:032x}", [1, 3], [*range(i + 1)], [*range(i)]) for i in range(COUNT)]
     requests, found, failures = (
-        [Request([5] * 9, state_request) for state_request in state_requests],
-        dict[int, Answer](),
+        [TeacherRequest([5] * 9, state_request) for state_request in state_requests],
+        dict[int, TeacherAnswer](),
         Failures(),
     )
     generations = {server.name: 1 for server in servers}
-    asked = Round(client, folder, generations, WIDTH, "float32", room, slots=2, limit_s=10.0)
+    asked = TeacherRound(client, folder, generations, WIDTH, "float32", room, slots=2, limit_s=10.0)
     asked.request_states(requests, [0, 2, 3, 5], found.__setitem__, failures, servers)
     client.loop.call_soon_threadsafe(client.loop.stop)
     assert sorted(found) == [0, 2, 3, 5] and not failures.refused and len(failures.died) == (dies > 0)
@@ -105,10 +105,10 @@ class Reader:
         return index
 
 
-def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], RequestRound, RequestQueue]:
+def ask_all(servers: Servers, room: int, slots: int) -> tuple[list[int], RequestRound, TeacherRequestQueue]:
     """(The requests in the order of their answers, the round, what it leaves) of `COUNT` answers of 100 bytes."""
-    requests = [(i, Request([1, 2, 3], StateRequest(f"{i:032x}", [1], [0], []))) for i in range(COUNT)]
-    waiting, got = RequestQueue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
+    requests = [(i, TeacherRequest([1, 2, 3], StateRequest(f"{i:032x}", [1], [0], []))) for i in range(COUNT)]
+    waiting, got = TeacherRequestQueue(requests, dict.fromkeys(range(COUNT), 100), room), list[int]()
 
     def deliver(index: int, *_: Any) -> None:
         waiting.taken(index)

@@ -21,7 +21,7 @@ from nemo_oprd.models.served import read_served_spec
 from nemo_oprd.vllm import teacher_canary as proofs
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_canary import Canary, RequestsStates
-from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from tests.support.canary_models import WINDOW, save_model
 from tests.support.planted_models import edit_json, edit_tensors
 from tests.support.served_states import states_of
@@ -47,9 +47,9 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def server(directory: Path, dtype: str = "float32", reads: Callable[[list[int]], list[int]] = list) -> RequestsStates:
     """A server of the model in `directory`, which reads other layers than it is asked for, if `reads` says so."""
 
-    def answer(request: Request) -> Answer:
+    def answer(request: TeacherRequest) -> TeacherAnswer:
         state_request = replace(request.state_request, layers=reads(request.state_request.layers))
-        return Answer(*states_of(str(directory), dtype, request.ids, state_request))
+        return TeacherAnswer(*states_of(str(directory), dtype, request.ids, state_request))
 
     return lambda requests: [answer(request) for request in requests]
 
@@ -188,7 +188,7 @@ def test_a_server_that_projects_otherwise_is_refused(model: Callable[..., Path])
     canary = Canary(spec, right, "float32", None, bridge)
 
     def projecting(spoil: Callable[[torch.Tensor], torch.Tensor]) -> RequestsStates:
-        def answer(request: Request) -> Answer:
+        def answer(request: TeacherRequest) -> TeacherAnswer:
             states, final = states_of(str(right), "float32", request.ids, request.state_request)
             if request.state_request.bridge:
                 assert request.state_request.bridge == bridge.digest
@@ -196,7 +196,7 @@ def test_a_server_that_projects_otherwise_is_refused(model: Callable[..., Path])
                     (rows - each.teacher_mean) @ spoil(each.teacher_basis).T  # type: ignore[arg-type, operator]
                     for rows, each in zip(states, maps.values(), strict=True)
                 ])  # fmt: skip
-            return Answer(states, final)
+            return TeacherAnswer(states, final)
 
         return lambda requests: [answer(request) for request in requests]
 

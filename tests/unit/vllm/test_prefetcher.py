@@ -14,12 +14,12 @@ import pytest
 from nemo_oprd.config.rollout_schema import TeacherServerConfig
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
-from nemo_oprd.vllm.teacher_requests import Answer, Request
+from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_round import Prefetcher, named
 from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, AnswerFolder, StateRequest
 
 WIDTH, IDS = 2, [5, 6, 7]
-REQUESTS = [Request([*IDS, i], StateRequest(f"{i:032x}", [1], [0, 2], [])) for i in range(4)]
+REQUESTS = [TeacherRequest([*IDS, i], StateRequest(f"{i:032x}", [1], [0, 2], [])) for i in range(4)]
 BYTES = 2 * WIDTH * 4  # of an answer
 
 
@@ -60,14 +60,14 @@ def made(client: Client, answers: float, readers: int = 1) -> Prefetcher:
     return Prefetcher(client, settings, WIDTH, "float32", readers, slots=2)
 
 
-def taken(prefetcher: Prefetcher, folder: AnswerFolder) -> dict[int, Answer]:
+def taken(prefetcher: Prefetcher, folder: AnswerFolder) -> dict[int, TeacherAnswer]:
     """What is there of all requests."""
-    found: dict[int, Answer] = {}
+    found: dict[int, TeacherAnswer] = {}
     prefetcher.take_all(REQUESTS, folder, {3}, found.__setitem__)
     return found
 
 
-def answer(folder: AnswerFolder, request: Request, generation: int = 3, **changes: Any) -> None:
+def answer(folder: AnswerFolder, request: TeacherRequest, generation: int = 3, **changes: Any) -> None:
     """What a server writes."""
     state_request = named(request).state_request
     header = state_request.header(request.ids, WIDTH, "float32", generation) | changes
@@ -77,8 +77,8 @@ def answer(folder: AnswerFolder, request: Request, generation: int = 3, **change
 def test_names_tell_what_an_answer_depends_on() -> None:
     request = REQUESTS[0]
     assert named(request) == named(request.renamed()) and named(request) == named(named(request))
-    others = [Request([*IDS, 9], request.state_request)] + [
-        Request(request.ids, replace(request.state_request, **change))
+    others = [TeacherRequest([*IDS, 9], request.state_request)] + [
+        TeacherRequest(request.ids, replace(request.state_request, **change))
         for change in ({"rows": [0]}, {"layers": [2]}, {"bridge": "0" * 32, "rank": 1}, {"temperature": 0.5})
     ]
     assert len({named(each).state_request.name for each in [request, *others]}) == 6
