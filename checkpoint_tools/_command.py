@@ -11,7 +11,7 @@ from pathlib import Path
 if importlib.util.find_spec("nemo_oprd") is None:  # not installed: use the checkout of this file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nemo_oprd.commands.parser import Parser
+from nemo_oprd.cli import Parser
 from nemo_oprd.runtime.exits import run_as_command
 
 

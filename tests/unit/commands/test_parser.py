@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_oprd.cli import main
-from nemo_oprd.commands.parser import Parser
+from nemo_oprd.cli import Parser, main
 
 ROOT = Path(__file__).parents[3]
 TOOLS = sorted(file for file in (ROOT / "checkpoint_tools").glob("[!_]*.py"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_oprd.cli import Parser
 from nemo_oprd.commands.options import add_verbosity
-from nemo_oprd.commands.parser import Parser
 from nemo_oprd.runtime import messages
 from nemo_oprd.runtime.exits import run_as_command
 from nemo_oprd.runtime.messages import ANY_RANK, ON_STDOUT, ranges, show
