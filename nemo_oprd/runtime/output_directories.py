@@ -113,7 +113,7 @@ def maker_of(directory: Path) -> Maker | None:
 
 def _visible(directory: Path) -> list[Path]:
     """Lists what is in a directory, without hidden files and logs of servers, by name."""
-    return sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.name not in _LOGS)
+    return sorted(path for path in directory.glob("[!.]*") if path.name not in _LOGS)
 
 
 def _has_run_config(directory: Path) -> bool:
