@@ -193,11 +193,10 @@ def fit_bridge(spec: RunSpec) -> None:
         Stopped: a signal asked the process to stop; the same command resumes with the rollouts that were kept.
     """
     spec = _without_sequence_parallelism(spec)
-    config, output = spec.config, Path(spec.config.output)
+    config, output, inputs = spec.config, Path(spec.config.output), read_inputs(spec, "fit-bridge")
     with ExitStack() as stack:
         if is_first_rank():
             stack.callback(RunLock(output).undo)
-        inputs = read_inputs(spec, "fit-bridge")
         recorded = inputs.data.recorded
         source = SampledRollouts(inputs) if recorded is None else RecordedRollouts(config, recorded)
         distiller = stack.enter_context(closing(build_distiller(inputs.plan, trainable=False)))

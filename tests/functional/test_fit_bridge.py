@@ -210,6 +210,12 @@ def test_mistakes(pools: Pools, tmp_path: Path, rollouts: Path) -> None:
     with pytest.raises(WorkerError, match="bridge.rank=40: expected at most 32"):
         pools[1].run("cases:run_fit_bridge", overrides=[*base, "bridge.rank=40", f"output={bridge}"])
     assert not bridge.exists()
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "losses.json").write_text("{}")
+    with pytest.raises(WorkerError, match="it is a verify result that verify made"):
+        pools[1].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={others}"])
+    assert [path.name for path in others.iterdir()] == ["losses.json"], "no lock, either"
     lock = RunLock(bridge)
     with pytest.raises(WorkerError, match=f"output={bridge} is in use by process"):
         pools[1].run("cases:run_fit_bridge", overrides=[*base, f"bridge.rank={RANK}", f"output={bridge}"])
