@@ -19,7 +19,7 @@ from nemo_oprd.models import read_model_spec
 from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.run.engine_kinds import make_engine
 from nemo_oprd.vllm.engine import VllmEngine
-from nemo_oprd.vllm.server import LocalServer
+from nemo_oprd.vllm.server_lifecycle import LocalServer
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 from tests.support.random_pair import Shape, save_random_model
 

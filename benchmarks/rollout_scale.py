@@ -57,7 +57,7 @@ from nemo_oprd.rollout.resume_cache import ResumeCache
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.rounds import LengthEstimate, rollout_of
 from nemo_oprd.vllm.sampler import Job, Round, RoundSummary, Sampler, Task
-from nemo_oprd.vllm.server import Server
+from nemo_oprd.vllm.server_lifecycle import Server
 
 SIZES = ("64x1024", "256x4096", "1024x4096", "1024x16384")
 RANKS, CONTROLLERS = (8, 64), (1, 8)

@@ -43,7 +43,7 @@ CALLS = {
     "submit": "nemo_oprd.vllm.engine:VllmEngine.submit",
     "collect": "nemo_oprd.vllm.engine:VllmEngine.collect",
     "update": "nemo_oprd.vllm.engine:VllmEngine.update_weights",
-    "start": "nemo_oprd.vllm.server:LocalServer.start",
+    "start": "nemo_oprd.vllm.server_lifecycle:LocalServer.start",
     "healthy": "nemo_oprd.vllm.client:Client.is_healthy",
     "post": "nemo_oprd.vllm.client:Client.post",
     "answer": "nemo_oprd.vllm.sampler:Sampler._deliver",

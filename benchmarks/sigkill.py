@@ -62,7 +62,7 @@ class Phase:
 
 
 PHASES = (
-    Phase("reading the checkpoint", "nemo_oprd.run.training:load_checkpoint", once="start"),
+    Phase("reading the checkpoint", "nemo_oprd.run.start:load_checkpoint", once="start"),
     Phase("rollout", "nemo_oprd.rollout.in_process_engine:MegatronEngine.collect"),
     Phase("rollouts kept", "nemo_oprd.rollout.resume_cache:ResumeCache.put", "after"),
     Phase("teacher", "nemo_oprd.distillation.teacher:Teacher.targets"),
@@ -77,7 +77,7 @@ PHASES = (
     Phase("save: renamed", "nemo_oprd.run.checkpoint_directory:write_atomically", "before", only="latest_checkpointed"),
     Phase("save: tracker written", "nemo_oprd.run.training_state:prune", "before"),
     Phase("save: pruning", "nemo_oprd.run.checkpoint_directory:_remove_checkpoint", "during"),
-    Phase("export", "nemo_oprd.run.training:export_hf", once="end"),
+    Phase("export", "nemo_oprd.run.start:export_hf", once="end"),
 )
 
 

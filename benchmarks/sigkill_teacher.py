@@ -35,7 +35,7 @@ CALLS = {
     "sampling": "nemo_oprd.rollout.in_process_engine:MegatronEngine.collect",
     "gradient": "nemo_oprd.distillation.step:GradientAccumulation.forward_backward",
     "saving": "nemo_oprd.run.checkpointer:save_checkpoint",
-    "start": "nemo_oprd.vllm.server:LocalServer.start",
+    "start": "nemo_oprd.vllm.server_lifecycle:LocalServer.start",
     "healthy": "nemo_oprd.vllm.client:Client.is_healthy",
     "post": "nemo_oprd.vllm.client:Client.post",
     "answer": "nemo_oprd.vllm.teacher_round:AnswerFiles.read",

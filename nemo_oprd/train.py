@@ -19,7 +19,7 @@ a role that it does not have take part in the transfers and return None.
 
 Before the loop, a start has stages, each made from the one before it: the configuration; `RunSpec`, what the run is
 (`run/preflight.py` checks, `run/resolve.py` derives models, layers and layouts); `RunInputs`, what it reads
-(`run/inputs.py`); and `TrainingRun`, its parts (`run/training.py`).
+(`run/inputs.py`); and `TrainingRun`, its parts (`run/start.py`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from nemo_oprd.distillation.step_batch import StepBatch
 from nemo_oprd.run.models import world_size
 from nemo_oprd.run.preflight import preflight
 from nemo_oprd.run.resolve import RunSpec
+from nemo_oprd.run.start import start_training
 from nemo_oprd.run.timeline import PhaseTimer
-from nemo_oprd.run.training import start_training
 
 logger = logging.getLogger(__name__)
 

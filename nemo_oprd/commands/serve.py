@@ -16,7 +16,7 @@ from nemo_oprd.run.resolve import resolve_model, resolve_served, servers_ids
 from nemo_oprd.runtime.gpus import check_promise
 from nemo_oprd.runtime.signals import END_SIGNALS, JOB_SIGNALS
 from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, student_arguments
-from nemo_oprd.vllm.server import server_command, server_environment
+from nemo_oprd.vllm.server_lifecycle import server_command, server_environment
 from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE, read_tokens
 
 # limit of the path of a Unix socket on Linux

@@ -142,7 +142,7 @@ class Comparison:
         """Returns the teacher's responses, sampled or read."""
         settings = self.settings
         if self.recorded is not None:
-            settings |= {"responses": _digest_of(self.recorded)}
+            settings = {**settings, "responses": _digest_of(self.recorded)}
         if self._kept(TEACHER, settings) is not None:
             return _read_responses(self.options.output / f"{TEACHER}.jsonl")
         logger.info(f"{TEACHER}: {self.options.teacher}")

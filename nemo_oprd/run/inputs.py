@@ -2,7 +2,7 @@
 
     RunSpec      what a run is, from the configuration and config.json files    resolve.py
     RunInputs    what it reads: tokenizers, prompts or recorded rollouts, weights' files, the checkpoint to resume from
-    TrainingRun  what runs: models, engine, sampler, records                    training.py
+    TrainingRun  what runs: models, engine, sampler, records                    start.py
 
 `read_inputs` makes the `input_checks` of a command, which need no model, in their order. It leaves no trace: it writes
 nothing and uses no collective.

@@ -20,7 +20,7 @@ import httpx2
 from nemo_oprd.runtime.messages import ANY_RANK
 from nemo_oprd.runtime.signals import StoppedWaiting, requested_stop
 from nemo_oprd.runtime.waiting import Notice
-from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, LEASE_S, RELEASE, RENEW
 
 logger = logging.getLogger(__name__)

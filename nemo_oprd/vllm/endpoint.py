@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from nemo_oprd.runtime.files import replacing
 from nemo_oprd.runtime.messages import ON_STDOUT
 from nemo_oprd.runtime.waiting import wait_for
-from nemo_oprd.vllm.server import Server
+from nemo_oprd.vllm.server_lifecycle import Server
 from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, RUN, read_tokens
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from nemo_oprd.vllm.launch import check_description, find_python, student_argume
 from nemo_oprd.vllm.placement import ServerPlacement, place_servers
 from nemo_oprd.vllm.rounds import Rounds, VllmGenerationHandle
 from nemo_oprd.vllm.sampler import Sampler, Task
-from nemo_oprd.vllm.server import LocalServer, Server
+from nemo_oprd.vllm.server_lifecycle import LocalServer, Server
 from nemo_oprd.vllm.weight_transfer import UpdateCalls, WeightPush, digest_in
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from nemo_oprd.megatron.parallel import everyones
 from nemo_oprd.rollout.exchange import machine_name
 from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.server import LocalServer, Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import LocalServer, Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.transport import SharedFolder
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 

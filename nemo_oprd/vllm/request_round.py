@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client, ConnectionBroken
-from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 
 # makes a server answer its requests with the tokens so far, and hold back new ones

@@ -29,7 +29,7 @@ from nemo_oprd.rollout.response import Response
 from nemo_oprd.vllm.fleet import Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.sampler import Job, Round, RoundSummary, Sampler, Task
-from nemo_oprd.vllm.server import ServerRefused
+from nemo_oprd.vllm.server_lifecycle import ServerRefused
 
 # Progress of a round: which responses the controllers have, and whether these are enough.
 #

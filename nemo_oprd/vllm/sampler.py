@@ -21,7 +21,7 @@ from nemo_oprd.rollout.response import Response
 from nemo_oprd.runtime.background import BackgroundWriter
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
-from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.worker.nemo_oprd_answers import PACKED, unpack
 
 # The requests of a call to the engine: one HTTP request per response.

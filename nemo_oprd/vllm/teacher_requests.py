@@ -19,7 +19,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.objective import OutputTerm, TeacherMatch
 from nemo_oprd.distillation.target_transfer import RowShard
 from nemo_oprd.megatron.parallel import device, on_device
-from nemo_oprd.vllm.server import ServerRefused
+from nemo_oprd.vllm.server_lifecycle import ServerRefused
 from nemo_oprd.vllm.teacher_bridge import ServedBridge, number_of_layer
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS
 from nemo_oprd.vllm.worker.nemo_oprd_requests import LOGPROB_COLUMNS, STATE_REQUEST, StateRequest

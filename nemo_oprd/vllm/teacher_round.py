@@ -25,7 +25,7 @@ from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.vllm.endpoint import Endpoint, guest
 from nemo_oprd.vllm.fleet import Failures
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
-from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_launch import KEY, MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE

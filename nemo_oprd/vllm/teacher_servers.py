@@ -34,7 +34,7 @@ from nemo_oprd.vllm.endpoint import Endpoint
 from nemo_oprd.vllm.fleet import Failures, Fleet, machines_and_devices
 from nemo_oprd.vllm.launch import find_python
 from nemo_oprd.vllm.placement import dedicated_ranks, rank_groups
-from nemo_oprd.vllm.server import LocalServer, Server, ServerDied
+from nemo_oprd.vllm.server_lifecycle import LocalServer, Server, ServerDied
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_launch import (

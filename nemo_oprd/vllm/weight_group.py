@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from nemo_oprd.megatron.parallel import everyones, first_ranks
 from nemo_oprd.vllm.placement import ServerPlacement
-from nemo_oprd.vllm.server import ServerDied
+from nemo_oprd.vllm.server_lifecycle import ServerDied
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, send
 from nemo_oprd.vllm.worker.nemo_oprd_group import LOOK_EVERY_S, Group, TransferEnded, address_towards
 

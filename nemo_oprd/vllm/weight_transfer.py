@@ -22,7 +22,7 @@ from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.vllm.fleet import Failures, Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
-from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_group import Ended, Rendezvous, WeightGroup
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, Digest
 

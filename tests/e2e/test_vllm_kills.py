@@ -20,7 +20,7 @@ import vllm_environment
 from benchmarks.server_killer import PHASES, PROCESSES, STARTING, TRAINER
 from benchmarks.sigkill_vllm import choose
 from nemo_oprd.runtime.signals import JOB_SIGNALS
-from nemo_oprd.vllm.server import WORKER_FOLDER
+from nemo_oprd.vllm.server_lifecycle import WORKER_FOLDER
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,7 +13,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.cli import main
 from nemo_oprd.rollout.engine import Request
 from nemo_oprd.rollout.stream_rollouts import StreamSampler
-from nemo_oprd.vllm import request_round, server
+from nemo_oprd.vllm import request_round, server_lifecycle
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.sampler import Task
 from nemo_oprd.vllm.weight_transfer import UpdateCalls
@@ -33,7 +33,7 @@ def another_temperature() -> None:
 def stale_prefix_cache() -> None:
     post = Client.post
 
-    async def keeping(client: Client, to: server.Server, path: str, *args: Any, **kwargs: Any) -> Any:
+    async def keeping(client: Client, to: server_lifecycle.Server, path: str, *args: Any, **kwargs: Any) -> Any:
         return await post(client, to, path.replace("mode=wait", "mode=wait&clear_cache=false"), *args, **kwargs)
 
     Client.post = keeping  # type: ignore[method-assign]
@@ -45,17 +45,17 @@ def stale_head() -> None:
     """A server whose worker does not pack tied heads again."""
     folder = Path(sys.argv[1])
     folder.mkdir()
-    for file in server.WORKER_FOLDER.glob("*.py"):
+    for file in server_lifecycle.WORKER_FOLDER.glob("*.py"):
         (folder / file.name).write_text(file.read_text().replace("    _pack_tied_heads(model)\n", ""))
     assert "    _pack_tied_heads(model)" not in (folder / "nemo_oprd_reload.py").read_text()
     del sys.argv[1]
-    server.WORKER_FOLDER = folder
+    server_lifecycle.WORKER_FOLDER = folder
 
 
 def _change_in_transit(change: Any) -> None:
     update = UpdateCalls.update
 
-    async def changed(calls: UpdateCalls, to: server.Server, info: dict[str, Any]) -> None:
+    async def changed(calls: UpdateCalls, to: server_lifecycle.Server, info: dict[str, Any]) -> None:
         entries = [dict(entry) for entry in info["entries"]]
         await update(calls, to, {**info, "entries": change(entries)})
 
@@ -92,7 +92,7 @@ def file_elsewhere() -> None:
     """A server is told to load a file that is not in a run's folder."""
     update = UpdateCalls.update
 
-    async def changed(calls: UpdateCalls, to: server.Server, info: dict[str, Any]) -> None:
+    async def changed(calls: UpdateCalls, to: server_lifecycle.Server, info: dict[str, Any]) -> None:
         await update(calls, to, {**info, "path": "/etc/passwd"})
 
     UpdateCalls.update = changed  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ def somebody_else_updates() -> None:
     """Another user of the server gives its weights another version after every update."""
     finish = UpdateCalls.finish
 
-    async def finished(calls: UpdateCalls, to: server.Server, digest: str, version: str) -> None:
+    async def finished(calls: UpdateCalls, to: server_lifecycle.Server, digest: str, version: str) -> None:
         await finish(calls, to, digest, version)
         await calls._client.post(to, "/update_weight_version", {"new_version": "theirs"}, timeout=60)
 

@@ -22,7 +22,7 @@ from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.vllm.server import LocalServer
+from nemo_oprd.vllm.server_lifecycle import LocalServer
 from nemo_oprd.vllm.teacher_canary import Canary
 from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_servers import TeacherServers

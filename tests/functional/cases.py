@@ -476,7 +476,7 @@ def open_weight_readers(overrides: list[str]) -> int:
     from nemo_oprd.megatron.weights.megatron_checkpoint import MegatronCheckpoint
     from nemo_oprd.run.models import world_size
     from nemo_oprd.run.preflight import preflight
-    from nemo_oprd.run.training import start_training
+    from nemo_oprd.run.start import start_training
 
     with start_training(preflight(load_config("verify", overrides), world_size(), "train")):
         gc.collect()

@@ -35,7 +35,7 @@ from nemo_oprd.vllm import engine as engine_module
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.fleet import Fleet
-from nemo_oprd.vllm.server import LocalServer, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import LocalServer, ServerRefused
 from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from tests.support.align_tokenizers import write as write_tokenizer
 

@@ -113,7 +113,7 @@ def free_port() -> int:
 @contextmanager
 def serving(root: Path, *, unix: bool) -> Iterator[dict[str, str]]:
     """A stand-in as `nemo-oprd serve` starts it: "root", "url", "token_file" of an endpoint."""
-    from nemo_oprd.vllm.server import server_command, server_environment
+    from nemo_oprd.vllm.server_lifecycle import server_command, server_environment
     from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE
 
     token_file, at, port = root / "token", root / "socket", free_port()

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.vllm.server import WORKER_FOLDER
+from nemo_oprd.vllm.server_lifecycle import WORKER_FOLDER
 
 STAND_IN = Path(__file__).parents[1] / "functional" / "vllm_stand_in.py"
 

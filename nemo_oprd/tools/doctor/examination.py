@@ -59,7 +59,7 @@ from nemo_oprd.tools.doctor.models import layer_similarity, massive_activations
 from nemo_oprd.tools.doctor.prompts import instructions, prompt_files, tokenized
 from nemo_oprd.tools.doctor.run_settings import config_values, settings
 from nemo_oprd.train import accumulate_gradients
-from nemo_oprd.vllm.server import ServerRefused
+from nemo_oprd.vllm.server_lifecycle import ServerRefused
 
 # The checks that need only the configuration and the files, hence no forward pass and no process group.
 

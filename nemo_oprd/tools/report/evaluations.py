@@ -177,7 +177,9 @@ def groups(runs: Sequence[RunEvaluations]) -> list[GroupRow]:
             if not rest.endswith(f"/{PROBLEMS}") or rest.count("/") < 2:
                 continue
             prefix = name.removesuffix(PROBLEMS)
-            average = next(one for one in metrics if one.startswith(f"{prefix}avg@") and "/ci" not in one)
+            average = next((one for one in metrics if one.startswith(f"{prefix}avg@") and "/ci" not in one), None)
+            if average is None:
+                continue
             values = []
             for each in (run.first, run.last, run.teacher):
                 if each is None or average not in each.metrics:

@@ -187,7 +187,8 @@ class _Summary:
         size = sizes.get(key) if isinstance(sizes, dict) else None
         if not path or not isinstance(size, dict):
             return path
-        parts = [_text(size.get("model_type")), f"{size.get('layers')} layers", f"width {size.get('hidden_size'):,}"]
+        parts = [_text(size.get("model_type")), f"{size['layers']} layers" if size.get("layers") else ""]
+        parts += [f"width {size['hidden_size']:,}"] if size.get("hidden_size") else []
         parts += [f"{count(size['parameters'])} parameters"] if size.get("parameters") else []
         return f"{path} ({', '.join(filter(None, parts))})"
 

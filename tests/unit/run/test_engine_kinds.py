@@ -13,7 +13,7 @@ import torch
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.rollout_schema import RolloutConfig, VllmConfig
 from nemo_oprd.config.teacher_kinds import RECORDS, TEACHER_KINDS, EngineName, TeacherWeights
-from nemo_oprd.run import inputs, training
+from nemo_oprd.run import inputs, start
 from nemo_oprd.run.engine_kinds import ENGINES, Groups
 
 ROOT = Path(__file__).parents[3] / "nemo_oprd"
@@ -85,7 +85,7 @@ def test_servers_on_the_students_gpus_refuse_a_lag_before_models_are_loaded(
     monkeypatch.setattr(inputs, "read_training_data", lambda *_, **__: SimpleNamespace(recorded=None))
     monkeypatch.setattr(inputs, "make_plan", plan)
     spec: Any = SimpleNamespace(config=config, models=None)
-    with pytest.raises(ValueError if refused else Planned) as found, training.start_training(spec):
+    with pytest.raises(ValueError if refused else Planned) as found, start.start_training(spec):
         pass
     said = str(found.value)
     begin = "rollout.max_lag=1 with rollout.vllm.placement=colocated: "

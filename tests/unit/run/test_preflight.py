@@ -270,7 +270,7 @@ def test_doctor_writes_its_refusals(tmp_path: Path) -> None:
 
 def test_the_stages_of_a_start_are_frozen() -> None:
     from nemo_oprd.run.inputs import RunInputs
-    from nemo_oprd.run.training import TrainingRun
+    from nemo_oprd.run.start import TrainingRun
 
     groups = {key.owner for key in keys(Config)}
     assert Config in groups and len(groups) > 15

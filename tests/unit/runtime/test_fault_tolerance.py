@@ -39,8 +39,8 @@ from nemo_oprd.rollout.training_rollouts import RolloutSampler, StoppedSampling
 from nemo_oprd.run.checkpoint_directory import commit_checkpoint, partial_directory
 from nemo_oprd.run.checkpointer import EVALUATION_DEFERRED, Checkpointer, EvaluationOutcome, skipped_in_a_row
 from nemo_oprd.run.metrics_log import MetricsLog
+from nemo_oprd.run.start import _background_writers
 from nemo_oprd.run.step_recorder import LossSpikeDetector
-from nemo_oprd.run.training import _background_writers
 from nemo_oprd.run.training_state import check_resume_signature, resume_signature
 from nemo_oprd.run.validation import Validation
 from nemo_oprd.runtime import watchdog

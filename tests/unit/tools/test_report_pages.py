@@ -18,7 +18,8 @@ from nemo_oprd.evaluation.intervals import MEANINGS, Difference
 from nemo_oprd.run.run_reader import read_run
 from nemo_oprd.tools import report as command
 from nemo_oprd.tools.report import page as pages
-from nemo_oprd.tools.report.figures import interval, number, signed
+from nemo_oprd.tools.report.evaluations import Evaluation, RunEvaluations, groups
+from nemo_oprd.tools.report.figures import Key, interval, number, signed
 from nemo_oprd.tools.report.page import write_report
 from nemo_oprd.tools.report.panels import training_minutes
 from nemo_oprd.tools.report.responses import token_panel
@@ -102,6 +103,11 @@ def test_subjects(page: str) -> None:
     table = rows(section(page, "By subject and level"))[1:]
     assert [row[1:3] for row in table][:2] == [["sums/subject/even", "20"], ["sums/subject/odd", "20"]]
     assert all(re.fullmatch(r"[\d.]+\s% \[[\d.]+, [\d.]+\]", cell) for row in table for cell in row[3:])
+
+
+def test_a_subject_without_an_average_has_no_row(tmp_path: Path) -> None:
+    last = Evaluation("after step 6", tmp_path, {"val/sums/subject/even/problems": 20.0})
+    assert groups([RunEvaluations(Key("a", "series-0"), None, last, None)]) == []
 
 
 def test_evaluations_that_differ_are_not_compared(runs: list[Path], tmp_path: Path) -> None:
@@ -227,6 +233,10 @@ def test_who_taught(tmp_path: Path) -> None:
     )
     assert shown["Teacher rest"] == f"m/two ({size}), all other data sources"
     assert shown["Teacher rest's chat template's arguments"] == "{'thinking': True}"
+    (start,) = json.loads((run / "environment.json").read_text())[:1]
+    start["model_sizes"]["student"] = {"model_type": "qwen2"}
+    (run / "environment.json").write_text(json.dumps([start]))
+    assert card(write_report([run], file).read_text())["Student"] == "models/student (qwen2)"
 
 
 def test_settings_of_a_single_run(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_oprd.vllm.server import ServerRefused
+from nemo_oprd.vllm.server_lifecycle import ServerRefused
 from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_round import TeacherRequestQueue
 from nemo_oprd.vllm.worker.nemo_oprd_bridge import PROJECTED_ROWS

@@ -15,7 +15,7 @@ import torch
 
 from nemo_oprd.vllm.fleet import Failures
 from nemo_oprd.vllm.request_round import RequestRound
-from nemo_oprd.vllm.server import Server, ServerDied
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied
 from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_round import TeacherRequestQueue, TeacherRound
 from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, AnswerFolder, StateRequest

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from nemo_oprd.commands import serve
 from nemo_oprd.vllm import weight_group
 from nemo_oprd.vllm.endpoint import LEASE_FILE, caller
-from nemo_oprd.vllm.server import server_environment
+from nemo_oprd.vllm.server_lifecycle import server_environment
 from nemo_oprd.vllm.transport import SharedFolder
 from nemo_oprd.vllm.weight_group import open_store, own_address
 from nemo_oprd.vllm.worker import nemo_oprd_middleware

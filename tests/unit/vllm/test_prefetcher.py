@@ -13,7 +13,7 @@ import pytest
 
 from nemo_oprd.config.rollout_schema import TeacherServerConfig
 from nemo_oprd.vllm.client import Client
-from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_round import Prefetcher, named
 from nemo_oprd.vllm.worker.nemo_oprd_requests import STATE_REQUEST, AnswerFolder, StateRequest

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nemo_oprd.vllm.server import WORKER_FOLDER
+from nemo_oprd.vllm.server_lifecycle import WORKER_FOLDER
 from nemo_oprd.vllm.worker import nemo_oprd_middleware
 from nemo_oprd.vllm.worker.nemo_oprd_files import FOLDER
 from nemo_oprd.vllm.worker.nemo_oprd_requests import ROOM, STATES, AnswerFolder, read_answer

@@ -20,7 +20,7 @@ from nemo_oprd.rollout.engine import Request, SamplingParams
 from nemo_oprd.rollout.response import Response
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.sampler import Job, Round, Sampler, Task
-from nemo_oprd.vllm.server import Server
+from nemo_oprd.vllm.server_lifecycle import Server
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE, PACKED, PackedAnswers, pack, unpack
 
 IDS, LOGPROBS, VERSION = [7, 151_935, 0], [-0.25, -2, -1e-7], "1-a"

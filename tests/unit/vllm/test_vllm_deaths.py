@@ -18,7 +18,7 @@ from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.fleet import Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
 from nemo_oprd.vllm.sampler import AnswerCheck, Round
-from nemo_oprd.vllm.server import Server, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
 from nemo_oprd.vllm.weight_transfer import UpdateCalls
 from nemo_oprd.vllm.worker.nemo_oprd_answers import pack
 

@@ -18,7 +18,7 @@ import pytest
 from default_signals import default_signals
 
 from nemo_oprd.runtime.signals import JOB_SIGNALS
-from nemo_oprd.vllm.server import WORKER_FOLDER, LocalServer, ServerDied, ServerRefused
+from nemo_oprd.vllm.server_lifecycle import WORKER_FOLDER, LocalServer, ServerDied, ServerRefused
 from nemo_oprd.vllm.worker import nemo_oprd_guard as guard
 
 # Python's resource tracker would remove the shared memory, too, and hide that nobody else did.
@@ -51,7 +51,7 @@ os._exit(3)
 """
 # longer than a guard waits before it looks again what the command has mapped, on a machine that is not busy
 LOOK_S = 1.3
-# what wants a server: it starts the guard as server.py does
+# what wants a server: it starts the guard as server_lifecycle.py does
 PARENT = """
 import subprocess, sys, time
 process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
