@@ -39,9 +39,9 @@ from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.megatron.parallel import init_distributed
 from nemo_oprd.models.served import read_served_spec
+from nemo_oprd.vllm.launch import TEACHER_SEQUENCES
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_launch import MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import TeacherRequest
 from nemo_oprd.vllm.teacher_servers import TeacherServers
 from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
@@ -123,7 +123,7 @@ def without_capture(servers: TeacherServers, turn: Turn) -> None:
     client = servers._client
     assert client is not None
     work = RequestRound(
-        client, _Ignored(), PATIENCE_S, claim, MAX_SEQUENCES, lambda index, _, __: answered.append(index)
+        client, _Ignored(), PATIENCE_S, claim, TEACHER_SEQUENCES, lambda index, _, __: answered.append(index)
     )
     client.run(work.run([*servers._servers.values()]))
     if work.error is not None or len(answered) != len(bodies):

@@ -87,9 +87,9 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
 
 def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str]) -> int:
     """Runs the server under a guard, which ends it and removes its folder in shared memory when this process ends."""
-    from nemo_oprd.vllm.teacher_launch import KEY, VARIABLES, teacher_arguments
+    from nemo_oprd.vllm.launch import TEACHER_KEY, TEACHER_VARIABLES, teacher_arguments
 
-    python = find_python(config.teacher.vllm, KEY)
+    python = find_python(config.teacher.vllm, TEACHER_KEY)
     if options.teacher not in config.served_teachers:
         raise ValueError(
             f"--teacher {options.teacher}: the teachers with engine=vllm are {config.served_teachers or 'none'}, "
@@ -108,7 +108,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
 
     longest = longest_sequence(config, Canary(teacher.spec, teacher.directory, DTYPES[config.precision], None))
     arguments = teacher_arguments(config, teacher.directory, longest, cuda=devices is not None)
-    token_file = _token_file(options.token_file, KEY)
+    token_file = _token_file(options.token_file, TEACHER_KEY)
     command = server_command(
         python, arguments, [*listen, "--middleware", "nemo_oprd_teacher_middleware.TeacherMiddleware"]
     )
@@ -119,7 +119,7 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
             "VLLM_RPC_BASE_PATH": str(folder.path),
             GENERATION: str(secrets.randbits(_GENERATION_BITS)),
             guard.SHARED_NAMES: f"{folder.path.name}_server_",
-            **VARIABLES,
+            **TEACHER_VARIABLES,
         }
         process = guard.start(command, folder.path, JOB_SIGNALS, env=environment)
         assert process.stdin is not None

@@ -37,9 +37,8 @@ from nemo_oprd.run.models import world_size
 from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.files import replacing, write_atomically
 from nemo_oprd.runtime.output_directories import check_directory, mark
-from nemo_oprd.vllm.launch import find_python
+from nemo_oprd.vllm.launch import TEACHER_KEY, find_python
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_launch import KEY
 from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.teacher_servers import TeacherServers
 from nemo_oprd.vllm.worker.nemo_oprd_requests import StateRequest
@@ -108,7 +107,7 @@ def _capture(options: CaptureOptions) -> None:
     layers = parse_layers(options.layers, spec.num_layers)
     sequences = _sequences(options, spec)
     config = _config(options)
-    find_python(config.teacher.vllm, KEY)
+    find_python(config.teacher.vllm, TEACHER_KEY)
     manifest, folder = options.output / "manifest.json", options.output / "hidden_states"
     manifest.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

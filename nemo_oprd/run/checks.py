@@ -29,9 +29,8 @@ from nemo_oprd.runtime.disk import check_output
 from nemo_oprd.runtime.messages import is_first_rank
 from nemo_oprd.runtime.output_directories import check_directory
 from nemo_oprd.vllm.endpoint import check_endpoints, wait_for_servers
-from nemo_oprd.vllm.launch import find_python
+from nemo_oprd.vllm.launch import TEACHER_KEY, find_python
 from nemo_oprd.vllm.placement import dedicated_ranks
-from nemo_oprd.vllm.teacher_launch import KEY
 
 Stage = TypeVar("Stage")
 
@@ -243,9 +242,9 @@ def check_teacher_servers(config: Config) -> None:
     """Raises ValueError unless the servers of teachers with `teacher.engine=vllm` can start, or have addresses."""
     endpoints = _teacher_endpoints(config)
     for key, urls in endpoints.items():
-        check_endpoints(urls, config.teacher.vllm.token_file, key, KEY)
+        check_endpoints(urls, config.teacher.vllm.token_file, key, TEACHER_KEY)
     if config.started_teachers:
-        find_python(config.teacher.vllm, KEY)
+        find_python(config.teacher.vllm, TEACHER_KEY)
 
 
 def wait_for_endpoints(config: Config) -> None:
@@ -283,7 +282,7 @@ def _teacher_endpoints(config: Config) -> dict[str, list[str]]:
     for number in config.served_teachers:
         if urls := config.teacher_endpoints(number):
             own = config.teachers and config.teachers[number].endpoints
-            found[f"teachers[{number}].endpoints" if own else f"{KEY}.endpoints"] = urls
+            found[f"teachers[{number}].endpoints" if own else f"{TEACHER_KEY}.endpoints"] = urls
     return found
 
 

@@ -43,7 +43,7 @@ from nemo_oprd.vllm import transport
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.endpoint import Endpoint, caller
 from nemo_oprd.vllm.fleet import Fleet, machines_and_devices
-from nemo_oprd.vllm.launch import check_description, find_python, student_arguments
+from nemo_oprd.vllm.launch import check_student_description, find_python, student_arguments
 from nemo_oprd.vllm.placement import ServerPlacement, place_servers
 from nemo_oprd.vllm.rounds import Rounds, VllmGenerationHandle
 from nemo_oprd.vllm.sampler import Sampler, Task
@@ -108,7 +108,7 @@ class VllmEngine(Generates):
             self._mine.add(_server_at(place, self._config, flags, self._mine.open_folder()))
 
     def _describe(self, found: dict[str, Any], server: str) -> None:
-        check_description(found, server, self._config, self._spec, self._known_ids)
+        check_student_description(found, server, self._config, self._spec, self._known_ids)
 
     def update_weights(self, weights: WeightStream, step: int) -> None:
         """See `RolloutEngine`. Returns once every server has the weights and the digests agree.

@@ -1,4 +1,4 @@
-"""The start of a vLLM server for a model: interpreter, arguments, and the check that a running server fits."""
+"""The start of a vLLM server, of a student or a teacher: interpreter, arguments, and the check that a server fits."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BATCHED_TOKENS = 4096
 # values of `precision` -> vLLM's names
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+TEACHER_KEY = "teacher.vllm"
+# sequences that a server computes at a time; vLLM queues further requests
+TEACHER_SEQUENCES = 64
+# tokens of a forward pass; vLLM computes longer prompts in chunks
+TEACHER_BATCHED_TOKENS = 2048
+# a server's environment: hooks need vLLM's first runner, and the token that a request samples takes one more position
+TEACHER_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 
 def find_python(settings: ServerConfig, key: str = "rollout.vllm") -> Path:
@@ -140,6 +147,32 @@ def student_arguments(config: Config, spec: ModelSpec, directory: Path, known: T
     return [*arguments, *map(str, rollout.vllm.flags)]
 
 
+def teacher_arguments(config: Config, directory: Path, longest: int, *, cuda: bool) -> list[str]:
+    """Returns the arguments of a server, without its address.
+
+    Args:
+        directory: holds the model, including its weights.
+        longest: the most tokens of a sequence.
+    """
+    settings = config.teacher.vllm
+    return [
+        *common_arguments(
+            config,
+            directory,
+            "teacher",
+            longest=longest + 1,
+            sequences=TEACHER_SEQUENCES,
+            tensor=settings.tensor,
+            memory=config.teacher_server_share if cuda else None,
+        ),
+        *("--load-format", "auto", "--max-num-batched-tokens", str(TEACHER_BATCHED_TOKENS)),
+        # a compiled model calls no hooks, and vLLM does not compute a cached prefix again
+        *("--enforce-eager", "--no-enable-prefix-caching"),
+        *("--worker-extension-cls", "nemo_oprd_teacher.TeacherExtension"),
+        *map(str, settings.flags),
+    ]
+
+
 def _config_overrides(directory: Path) -> dict[str, Any]:
     """Returns what servers must override in a student's config.json: they get a language model's plain weights."""
     overrides: dict[str, Any] = {}
@@ -158,7 +191,9 @@ def _config_overrides(directory: Path) -> dict[str, Any]:
     return overrides
 
 
-def check_description(found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known: TokenIds) -> None:
+def check_student_description(
+    found: dict[str, Any], server: str, config: Config, spec: ModelSpec, known: TokenIds
+) -> None:
     """Raises ValueError unless a server fits this run, by its answer to `nemo_oprd_describe`."""
     wanted: dict[str, Any] = {
         "hidden_size": spec.hidden_size,
@@ -204,3 +239,56 @@ def _served_rope(spec: ModelSpec, rope_parameters: Any) -> Any:
     except ValueError:
         return rope_parameters
     return rope if local is None else (rope, local)
+
+
+def check_teacher_description(
+    found: dict[str, Any],
+    server: str,
+    config: Config,
+    spec: ModelSpec,
+    weights: str,
+    *,
+    tensor: int | None,
+    longest: int,
+) -> None:
+    """Raises ValueError unless a server, by its workers' description, computes this teacher in a supported way.
+
+    Args:
+        weights: the digest of the teacher's files on this machine.
+        tensor: the number of its workers; None: its owner chooses.
+        longest: the most tokens of a sequence that it has to compute.
+    """
+    wanted = {
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "dtype": DTYPES[config.precision],
+        "eager": True,
+        "runner_v1": True,
+        "prefix_caching": False,
+        "tensor": found.get("tensor") if tensor is None else tensor,
+        "pipeline": 1,
+        "lora": False,
+        "speculative": False,
+        "kv_cache_dtype": "auto",
+        "load_format": "auto",
+        "float32_matmul": "highest",
+        "weights": weights,
+    }
+    differing = [f"{key}={found.get(key)} instead of {want}" for key, want in wanted.items() if found.get(key) != want]
+    # vLLM has several ways to compute quantized weights, and names each after the method
+    method = (spec.hf_config.get("quantization_config") or {}).get("quant_method")
+    quantization = found.get("quantization")
+    if quantization != method and (method is None or method not in str(quantization)):
+        differing.append(f"quantization={quantization} instead of {method}, of the model's files")
+    if differing:
+        raise ValueError(
+            f"{server} computes another model or in another way: {'; '.join(differing)}; expected the teacher, eager "
+            f"and without caches: leave out of {TEACHER_KEY}.flags what changes that, and let `nemo-oprd serve --role "
+            "teacher` start a server that others run with this run's configuration"
+        )
+    if found["longest"] < longest:
+        raise ValueError(
+            f"{server} computes sequences of at most {found['longest']} tokens; expected {longest}, the longest of "
+            "this run or of the canary: start it with this run's data.max_prompt_tokens and rollout.max_new_tokens"
+        )

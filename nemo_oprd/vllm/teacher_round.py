@@ -24,9 +24,9 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.vllm.client import CALL_TIMEOUT_S, Client
 from nemo_oprd.vllm.endpoint import Endpoint, guest
 from nemo_oprd.vllm.fleet import Failures
+from nemo_oprd.vllm.launch import TEACHER_KEY, TEACHER_SEQUENCES
 from nemo_oprd.vllm.request_round import Claimed, RequestRound
 from nemo_oprd.vllm.server_lifecycle import Server, ServerDied, ServerRefused
-from nemo_oprd.vllm.teacher_launch import KEY, MAX_SEQUENCES
 from nemo_oprd.vllm.teacher_requests import TeacherAnswer, TeacherRequest
 from nemo_oprd.vllm.worker.nemo_oprd_answers import GENERATE
 from nemo_oprd.vllm.worker.nemo_oprd_requests import ROOM, STATES, AnswerFolder, read_answer
@@ -53,10 +53,10 @@ def shared_endpoint(config: Config, number: int, url: str) -> Endpoint:
     settings = config.teacher.vllm
     return Endpoint(
         number,
-        MAX_SEQUENCES,
+        TEACHER_SEQUENCES,
         settings.max_restarts,
         generation=1,
-        key=KEY,
+        key=TEACHER_KEY,
         role="the teacher's vLLM server",
         url=url,
         headers=guest(str(settings.token_file), config.output),

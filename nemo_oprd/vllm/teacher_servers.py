@@ -32,19 +32,19 @@ from nemo_oprd.runtime.signals import StoppedWaiting
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.endpoint import Endpoint
 from nemo_oprd.vllm.fleet import Failures, Fleet, machines_and_devices
-from nemo_oprd.vllm.launch import find_python
+from nemo_oprd.vllm.launch import (
+    TEACHER_BATCHED_TOKENS,
+    TEACHER_KEY,
+    TEACHER_SEQUENCES,
+    TEACHER_VARIABLES,
+    check_teacher_description,
+    find_python,
+    teacher_arguments,
+)
 from nemo_oprd.vllm.placement import dedicated_ranks, rank_groups
 from nemo_oprd.vllm.server_lifecycle import LocalServer, Server, ServerDied
 from nemo_oprd.vllm.teacher_bridge import ServedBridge
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_launch import (
-    BATCHED_TOKENS,
-    KEY,
-    MAX_SEQUENCES,
-    VARIABLES,
-    check_description,
-    teacher_arguments,
-)
 from nemo_oprd.vllm.teacher_requests import Shards, TeacherAnswer, TeacherRequest, sequence_requests
 from nemo_oprd.vllm.teacher_round import Prefetcher, TeacherRound, host_room, server_room, shared_endpoint
 from nemo_oprd.vllm.worker.nemo_oprd_requests import AnswerFolder, weights_digest
@@ -138,7 +138,7 @@ class ServerRegistry:
 
 def _neighbour(number: int) -> Server:
     """Makes the client side of a server that another rank of this machine has started."""
-    return Server(number, MAX_SEQUENCES, key=KEY, role="the teacher's vLLM server")
+    return Server(number, TEACHER_SEQUENCES, key=TEACHER_KEY, role="the teacher's vLLM server")
 
 
 logger = logging.getLogger(__name__)
@@ -191,9 +191,9 @@ def place(
         near = tuple(rank for rank in readers if machines[rank] == machines[group[0]])
         if not near:
             raise ValueError(
-                f"{KEY}.placement={settings.placement}: server {number} would be on {machines[group[0]]}, where no "
-                "rank of the student is; expected one there, because states reach it through shared memory: choose "
-                f"{KEY}.placement=colocated, or fewer {KEY}.replicas"
+                f"{TEACHER_KEY}.placement={settings.placement}: server {number} would be on {machines[group[0]]}, "
+                "where no rank of the student is; expected one there, because states reach it through shared memory: "
+                f"choose {TEACHER_KEY}.placement=colocated, or fewer {TEACHER_KEY}.replicas"
             )
         names = tuple(str(devices[rank]) for rank in group) if cuda else None
         places.append(_TeacherPlacement(number, near[0], near, names))
@@ -201,8 +201,9 @@ def place(
     without = sorted({machines[rank] for rank in readers if rank not in served})
     if without:
         raise ValueError(
-            f"{KEY}.replicas={settings.replicas}: {', '.join(without)} would have no server of the teacher; expected "
-            f"one on every machine of the student: set {KEY}.replicas to a multiple of {len(set(machines))}"
+            f"{TEACHER_KEY}.replicas={settings.replicas}: {', '.join(without)} would have no server of the teacher; "
+            f"expected one on every machine of the student: set {TEACHER_KEY}.replicas to a multiple of "
+            f"{len(set(machines))}"
         )
     return places
 
@@ -218,7 +219,7 @@ def longest_sequence(config: Config, canary: Canary) -> int:
     flags = [str(flag).partition("=")[0].replace("_", "-") for flag in teacher.vllm.flags]
     if limit is None or others_ids or "--max-num-batched-tokens" in flags:
         return positions
-    proof = max(map(len, canary.prompts({"chunk": BATCHED_TOKENS})))
+    proof = max(map(len, canary.prompts({"chunk": TEACHER_BATCHED_TOKENS})))
     return min(positions, max(limit + config.rollout.max_new_tokens, proof))
 
 
@@ -229,16 +230,16 @@ def _local_server(
     settings = config.teacher.vllm
     return LocalServer(
         where.number,
-        MAX_SEQUENCES,
+        TEACHER_SEQUENCES,
         settings.max_restarts,
-        key=KEY,
+        key=TEACHER_KEY,
         role="the teacher's vLLM server",
-        python=find_python(settings, KEY),
+        python=find_python(settings, TEACHER_KEY),
         flags=teacher_arguments(config, directory, longest, cuda=device().type == "cuda"),
         devices=where.devices,
         log=Path(config.output) / "vllm" / f"teacher_{number}_server_{where.number}.log",
         directory=folder,
-        variables=VARIABLES,
+        variables=TEACHER_VARIABLES,
     )
 
 
@@ -300,7 +301,7 @@ class TeacherServers:
     @property
     def _slots(self) -> int:
         """The largest number of requests that this rank has at one server at a time."""
-        return max(1, MAX_SEQUENCES // max(len(each.readers) for each in self._mine))
+        return max(1, TEACHER_SEQUENCES // max(len(each.readers) for each in self._mine))
 
     def _make_server(self, where: _TeacherPlacement) -> Server:
         """Makes a server that this rank uses, not yet started."""
@@ -371,7 +372,9 @@ class TeacherServers:
         tensor = None if isinstance(server, Endpoint) else self._settings.tensor
 
         def describe(found: dict[str, Any], name: str) -> None:
-            check_description(found, name, self._config, self._spec, weights, tensor=tensor, longest=self._longest)
+            check_teacher_description(
+                found, name, self._config, self._spec, weights, tensor=tensor, longest=self._longest
+            )
 
         proving = self._fleet.prove(server, describe, self._install)
         described = self._described[server.number] = self._client.run(proving)

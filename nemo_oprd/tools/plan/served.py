@@ -9,7 +9,7 @@ from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.tools.plan.gpus import ASSUMED, Gpu, in_bytes
 from nemo_oprd.tools.plan.workload import TeacherWork, Workload
-from nemo_oprd.vllm.teacher_launch import KEY
+from nemo_oprd.vllm.launch import TEACHER_KEY
 
 # finding: a server's memory does not hold the weights and the cache of the longest sequence
 CODE = "teacher_server_memory"
@@ -57,8 +57,8 @@ class Servers:
         return (
             f"a server of the teacher {self.name} has {in_bytes(self.memory)} of each GPU, but needs "
             f"{in_bytes(needed)}: {in_bytes(self.weights)} of weights, {in_bytes(self.cache)} of cache for a "
-            f"sequence of {self.longest:,} tokens, and {in_bytes(ASSUMED.reserve)} for CUDA: raise {KEY}.tensor or "
-            f"{KEY}.gpu_memory_utilization, or set {KEY}.placement=dedicated"
+            f"sequence of {self.longest:,} tokens, and {in_bytes(ASSUMED.reserve)} for CUDA: raise "
+            f"{TEACHER_KEY}.tensor or {TEACHER_KEY}.gpu_memory_utilization, or set {TEACHER_KEY}.placement=dedicated"
         )
 
     def as_json(self) -> dict[str, Any]:

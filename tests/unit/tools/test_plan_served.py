@@ -22,7 +22,7 @@ from nemo_oprd.tools.plan.gpus import ASSUMED, GPUS, Cluster
 from nemo_oprd.tools.plan.parameters import model_parameters
 from nemo_oprd.tools.plan.served import CODE
 from nemo_oprd.tools.plan.workload import served_model
-from nemo_oprd.vllm.teacher_launch import teacher_arguments
+from nemo_oprd.vllm.launch import teacher_arguments
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -11,9 +11,8 @@ import pytest
 from nemo_oprd.cli import main
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.models.served import read_served_spec
-from nemo_oprd.vllm.launch import DTYPES
+from nemo_oprd.vllm.launch import DTYPES, check_teacher_description, teacher_arguments
 from nemo_oprd.vllm.teacher_canary import Canary
-from nemo_oprd.vllm.teacher_launch import check_description, teacher_arguments
 from nemo_oprd.vllm.teacher_servers import longest_sequence
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -61,11 +60,11 @@ def test_a_server_for_shorter_sequences_is_refused(tmp_path: Path) -> None:
         "pipeline": 1, "lora": False, "speculative": False, "weights": "w", "longest": 99,
         "quantization": None, "kv_cache_dtype": "auto", "load_format": "auto", "float32_matmul": "highest",
     }  # fmt: skip
-    check_description(found, "it", run, spec, "w", tensor=None, longest=99)
+    check_teacher_description(found, "it", run, spec, "w", tensor=None, longest=99)
     with pytest.raises(ValueError, match=r"it computes sequences of at most 99 tokens; expected 100, the longest"):
-        check_description(found, "it", run, spec, "w", tensor=None, longest=100)
+        check_teacher_description(found, "it", run, spec, "w", tensor=None, longest=100)
     with pytest.raises(ValueError, match=r"tensor=4 instead of 1"):
-        check_description(found, "it", run, spec, "w", tensor=1, longest=99)
+        check_teacher_description(found, "it", run, spec, "w", tensor=1, longest=99)
 
 
 @pytest.mark.parametrize(("more", "number"), [(["teacher.engine=vllm"], "1"), ([], "0")])

@@ -16,7 +16,7 @@ from nemo_oprd.data.token_ids import TokenIds
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import DeltaNet
 from nemo_oprd.models.rope import Rope
-from nemo_oprd.vllm.launch import check_description, student_arguments
+from nemo_oprd.vllm.launch import check_student_description, student_arguments
 
 SPEC = parse_model_spec(QWEN3)
 KNOWN = TokenIds(300, ((7, 9),))
@@ -68,11 +68,13 @@ def test_a_rope_for_pictures_is_that_of_text() -> None:
         "logprobs_mode": "processed_logprobs",
         "workers": 1,
     }
-    check_description(found, "it", config, hybrid, TokenIds(300))
+    check_student_description(found, "it", config, hybrid, TokenIds(300))
     with pytest.raises(ValueError, match=r"gaps=\[\] instead of \[\[7, 9\]\]"):
-        check_description(found, "it", config, hybrid, KNOWN)
-    check_description(found | {"gaps": [[7, 9]]}, "it", config, hybrid, KNOWN)
+        check_student_description(found, "it", config, hybrid, KNOWN)
+    check_student_description(found | {"gaps": [[7, 9]]}, "it", config, hybrid, KNOWN)
     with pytest.raises(ValueError, match="rope="):
-        check_description(found | {"rope_parameters": {**ROPE, "rope_theta": 1e6}}, "it", config, hybrid, TokenIds(300))
+        check_student_description(
+            found | {"rope_parameters": {**ROPE, "rope_theta": 1e6}}, "it", config, hybrid, TokenIds(300)
+        )
     with pytest.raises(ValueError, match="rope="):
-        check_description(found, "it", config, replace(hybrid, delta=None), TokenIds(300))
+        check_student_description(found, "it", config, replace(hybrid, delta=None), TokenIds(300))
