@@ -288,7 +288,7 @@ def _check_router_replay(config: Config) -> None:
 
 
 def _check_schedules(config: Config) -> None:
-    """Raises ValueError if in some update of a run with schedules no loss term has a weight above 0."""
+    """Raises ValueError if in some step of a run with schedules no loss term has a weight above 0."""
     representation, output = config.loss.representation, config.loss.output
     if not isinstance(representation.weight, list) and not isinstance(output.weight, list):
         return
@@ -296,8 +296,8 @@ def _check_schedules(config: Config) -> None:
         of_layers = 0.0 if representation.layers == "none" else weight_at(representation.weight, step)
         if of_layers == weight_at(output.weight, step) == 0:
             raise ValueError(
-                f"loss.representation.weight and loss.output.weight are both 0 at update {step + 1}; expected "
-                "something to learn in each of train.steps updates: change their schedules"
+                f"loss.representation.weight and loss.output.weight are both 0 in step {step + 1}; expected "
+                "something to learn in each of train.steps steps: change their schedules"
             )
 
 

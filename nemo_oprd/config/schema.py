@@ -270,9 +270,9 @@ class LoggingConfig:
     The median is that of the term's latest values. The rollouts of that step are kept.
     """
     output_metrics_every: NonNegativeInt = 0
-    """updates between measurements of the output space; 0: none
+    """steps between measurements of the output space; 0: none
 
-    Entropies, top-k overlap and KL, with the temperature, k and chunk_tokens of loss.output, in the first update, too.
+    Entropies, top-k overlap and KL, with the temperature, k and chunk_tokens of loss.output, in the first step, too.
     Without an output-space term they are measured on rows that are drawn anew each time; the teacher then has all of
     its layers, and the student holds a copy of the teacher's head. With `sampled_token` they are measured on all
     response tokens, for which the teacher sends its final hidden states instead of log-probabilities. The other kinds
@@ -281,13 +281,13 @@ class LoggingConfig:
     output_metrics_rows: PositiveInt = 1024
     """response tokens of such a measurement
 
-    Drawn anew for each update, the same ones in every layout. With an output-space term other than top_k, the top sets
+    Drawn anew for each step, the same ones in every layout. With an output-space term other than top_k, the top sets
     of `val-topk/*` are searched in so many tokens of each update; the other metrics are those of all tokens.
     """
     gradient_noise_every: NonNegativeInt = 0
-    """updates between measurements of the gradient's noise; 0: none
+    """steps between measurements of the gradient's noise; 0: none
 
-    Before the first update, too, by one more pass over the batch, in halves. Copies of the gradients of both halves are
+    Before the first step, too, by one more pass over the batch, in halves. Copies of the gradients of both halves are
     in memory meanwhile.
     """
     token_metrics: NonNegativeInt = 0
@@ -298,7 +298,7 @@ class LoggingConfig:
     """
 
     def keeps_token_metrics(self, step: int | None, steps: int) -> bool:
-        """Returns whether the update after `step` others, of `steps` in all, keeps values per token; False for None."""
+        """Returns whether the step after `step` others, of `steps` in all, keeps values per token; False for None."""
         return step is not None and (step == 0 or (step + 1) % self.every == 0 or step + 1 == steps)
 
 
@@ -325,7 +325,7 @@ class RepresentationLossConfig:
     """The hidden-state term."""
 
     weight: Weight = 1.0
-    """weight of the hidden-state term (the paper's mu), or its schedule over the updates
+    """weight of the hidden-state term (the paper's mu), or its schedule over the steps
 
     A schedule is a list of stages such as [{until: 100, weight: 0}, {until: 500, start: 0, weight: 1}] (docs/runs.md,
     "Schedules").
@@ -392,7 +392,7 @@ class OutputLossConfig(DivergenceOptions):
 
     k: PositiveInt = 16
     weight: Weight = 0.0
-    """weight of the output-space term, or its schedule over the updates"""
+    """weight of the output-space term, or its schedule over the steps"""
     chunk_tokens: Free[PositiveInt] = 1024
     """rows whose logits are in memory at a time"""
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"

@@ -12,9 +12,9 @@ from nemo_oprd.config.types import STRICT, NonNegativeFloat
 
 @dataclass(config=STRICT)
 class WeightStage:
-    """The `weight` of the updates up to number `until` (null: to the end), counted from the beginning of the run.
+    """The `weight` of the steps up to number `until` (null: to the end), counted from the beginning of the run.
 
-    With `start` the weight changes linearly: of n updates, number i (1..n) has start + (weight - start) i / n.
+    With `start` the weight changes linearly: of n steps, number i (1..n) has start + (weight - start) i / n.
     """
 
     weight: NonNegativeFloat
@@ -30,13 +30,13 @@ def _check_stages(stages: list[WeightStage]) -> list[WeightStage]:
     for i, stage in enumerate(stages):
         if stage.until is None and (i < len(stages) - 1 or stage.start is not None):
             raise ValueError(
-                f"{{key}}[{i}] has no end; expected the number of its last update, which only a last stage of constant "
+                f"{{key}}[{i}] has no end; expected the number of its last step, which only a last stage of constant "
                 "weight may leave out: give until"
             )
         if stage.until is not None and stage.until <= begin:
             raise ValueError(
                 f"{{key}}[{i}].until={stage.until}: expected more than {begin}, where the stage begins; choose a later "
-                "update"
+                "step"
             )
         begin = stage.until or begin
     return stages
@@ -46,7 +46,7 @@ Weight: TypeAlias = NonNegativeFloat | Annotated[list[WeightStage], AfterValidat
 
 
 def weight_at(weight: Weight, step: int) -> float:
-    """Returns the weight of the update that follows `step` earlier ones; the last stage's weight remains after its end.
+    """Returns the weight in the step that follows `step` others; the last stage's weight remains after its end.
 
     >>> [weight_at([WeightStage(0.0, until=1), WeightStage(1.0, until=3, start=0.0)], step) for step in range(4)]
     [0.0, 0.5, 1.0, 1.0]
@@ -65,10 +65,10 @@ def weight_at(weight: Weight, step: int) -> float:
 
 
 def largest(weight: Weight) -> float:
-    """Returns the largest weight in a schedule, starts of stages included; no update has a larger one."""
+    """Returns the largest weight in a schedule, starts of stages included; no step has a larger one."""
     return max(max(stage.weight, stage.start or 0.0) for stage in weight) if isinstance(weight, list) else weight
 
 
 def vanishes(weight: Weight) -> bool:
-    """Returns whether a term has the weight 0 in some updates."""
+    """Returns whether a term has the weight 0 in some steps."""
     return any(stage.weight == 0 for stage in weight) if isinstance(weight, list) else weight == 0

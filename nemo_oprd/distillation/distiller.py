@@ -79,7 +79,7 @@ class Distiller:
         """Returns the objective of one update.
 
         Args:
-            step: number of updates before this one; None: every loss at its largest weight (the gradient check).
+            step: number of steps before this update's; None: every loss at its largest weight (the gradient check).
             watch: include values that are only measured (`metrics/watched_metrics.py`, `metrics/token_metrics.py`).
         """
         adaptive = self.student.adaptive

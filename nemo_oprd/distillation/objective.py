@@ -212,7 +212,7 @@ class Objective:
         layer_weights: dict[int, float] | None = None,
         position_factors: np.ndarray | None = None,
     ) -> StepObjective:
-        """Returns the objective of the update after `step` others; None: every loss at its largest weight.
+        """Returns the objective of the updates after `step` steps; None: every loss at its largest weight.
 
         `layer_weights` replace those of this objective (`adaptive_weights.py`).
         """

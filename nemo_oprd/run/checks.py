@@ -1,9 +1,7 @@
-"""Defines `idle_ranks`, and the checks of a start that need only a configuration, a number of ranks and config.json.
+"""The layouts of a run, and the checks of a start that need no torch and no weights.
 
-No torch, no weights. Each function is one check. The checks of a stage are in a table with their codes, in order:
-`LAYOUT_CHECKS` here, `config_checks`, `run_checks` and `sampling_checks` in `preflight.py`, and those that read files
-in `input_checks` of `inputs.py` and `EVALUATION_CHECKS` of `evaluate.py`. `train` and the other commands stop at the
-first refusal; `doctor` reports all of a stage.
+Each function `check_...` is one check. The checks of a stage are in a table with their codes, in order; `preflight.py`
+lists the tables. `train` and the other commands stop at the first refusal; `doctor` reports all of a stage.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.schema import Config, ModelSource, TeacherSource
@@ -80,105 +78,6 @@ def stop_at_first(found: Iterable[Refusal]) -> None:
     """Raises the ValueError of the first refusal, if there is one."""
     for refusal in found:
         raise refusal.error
-
-
-# Idle ranks: ranks without a response in a step. A response is not divided over data-parallel ranks, so some may have
-# none. Plain arithmetic, without torch: `nemo-oprd plan` and a starting run report the same.
-
-
-CODE = "idle_ranks"
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Ranks of one role, `idle` of them without a response; `groups` data-parallel groups share the responses."""
-
-    role: str
-    idle: int
-    ranks: int
-    groups: int
-
-
-@dataclass(frozen=True)
-class IdleRanks:
-    """The roles with idle ranks in a step of `responses` responses, and the fix."""
-
-    responses: int
-    roles: tuple[Idle, ...]
-    fix: str
-
-    @property
-    def line(self) -> str:
-        return f"warning ({CODE}): {self.text}"
-
-    @property
-    def text(self) -> str:
-        """Returns a message: the finding, the expected state, and the fix."""
-        counts = [f"{each.idle} of {each.ranks} {each.role} ranks" for each in self.roles]
-        named = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} and {counts[-1]}"
-        most = max(each.groups for each in self.roles)
-        return (
-            f"{named} have no response in a step of {self.responses}, because a response is not divided over "
-            f"data-parallel ranks; expected at least one for each of {most} groups of ranks: {self.fix}"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        numbers = {"responses": self.responses, "roles": [asdict(each) for each in self.roles]}
-        return {"code": CODE, "text": self.text, "numbers": numbers}
-
-
-def shares(responses: int, teachers: int) -> list[int]:
-    """Returns the number of responses per teacher, spread evenly: ranks divide each teacher's responses separately."""
-    return [responses // teachers + (number < responses % teachers) for number in range(teachers)]
-
-
-def idle_ranks(
-    config: Config, student: Layout, teacher: Layout, *, recorded: int | None = None, has_gpus: bool = True
-) -> IdleRanks | None:
-    """Returns the idle ranks of a step; None if every rank has a response.
-
-    Args:
-        recorded: number of recorded responses, all of which every step uses; None: the number that a step samples.
-        has_gpus: whether ranks have GPUs, on which servers of this run sample.
-    """
-    responses = config.train.prompts_per_step * config.rollout.per_prompt if recorded is None else recorded
-    teachers = len(config.teacher_sources)
-    of_one_teacher = shares(responses, teachers)[0]
-    found = [_idle("student", student.size, student.data, of_one_teacher)]
-    if (teacher.ranks, teacher.data) != (student.ranks, student.data):
-        found.append(_idle("teacher", teacher.size, teacher.data, of_one_teacher))
-    kind = ENGINES[config.rollout.engine]
-    groups = kind.groups(config.rollout, student.size)
-    on_ranks = groups.placement != "elsewhere" and (kind.in_process or has_gpus)
-    if config.rollout.replay is None and on_ranks:
-        found.append(_idle("sampling", groups.count * groups.gpus, groups.count, responses))
-    idle = tuple(each for each in found if each.idle)
-    if not idle:
-        return None
-    needed = max(each.groups * (1 if each.role == "sampling" else teachers) for each in idle)
-    return IdleRanks(responses, idle, _fix(config, idle, needed))
-
-
-def _idle(role: str, ranks: int, groups: int, responses: int) -> Idle:
-    """Returns the idle ranks of one role: those of the groups for which no response is left."""
-    return Idle(role, max(0, groups - responses) * (ranks // groups), ranks, groups)
-
-
-def _fix(config: Config, idle: tuple[Idle, ...], needed: int) -> str:
-    """Describes how every rank would get a response; `needed`: a sufficient number of responses."""
-    if config.rollout.replay is not None:
-        return f"replay at least {needed} responses, or start fewer ranks"
-    prompts, each = config.train.prompts_per_step, config.rollout.per_prompt
-    keys = {
-        "student": "student.parallel.tensor, context or pipeline",
-        "teacher": "teacher.parallel.tensor, context or pipeline",
-        "sampling": f"{ENGINES[config.rollout.engine].key}.tensor",
-    }
-    larger = "; ".join(keys[role.role] for role in idle)
-    return (
-        f"raise train.prompts_per_step from {prompts} to {-(-needed // each)}, start fewer ranks, or raise what "
-        f"divides a response ({larger})"
-    )
 
 
 def make_layouts(config: Config, world_size: int) -> tuple[Layout, Layout]:

@@ -38,7 +38,7 @@ from nemo_oprd.run.checks import (
 from nemo_oprd.run.data import TrainingData, check_bridge_tokenizers, read_training_data
 from nemo_oprd.run.engine_kinds import ENGINES
 from nemo_oprd.run.models import RunFiles, RunPlan, make_plan
-from nemo_oprd.run.preflight import TEACHER_SAMPLED, Command
+from nemo_oprd.run.preflight import TEACHER_SAMPLED, Command, samples_teacher
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.run.resume import check_resume, compare_settings
 from nemo_oprd.run.training_state import check_checkpoint, check_resume_signature
@@ -107,7 +107,7 @@ def input_checks(command: Command, config: Config) -> Iterator[Check[RunInputs]]
     samples = config.rollout.replay is None
     if command == "doctor":  # the other commands make these in `run_checks`, before those of files
         yield Check("engine", lambda inputs: check_engine(config, inputs.files.student.spec))
-        if config.evaluation.teacher:
+        if samples_teacher(config):
             yield Check(TEACHER_SAMPLED.code, lambda inputs: TEACHER_SAMPLED.function(inputs.spec))
     writes = "train" if command == "doctor" else command
     yield Check("output", lambda inputs: check_output_directory(config, writes))

@@ -1,10 +1,15 @@
-"""The first two stages of a start: the request, and the run. Only `check_promise` may import torch.
+"""The first two stages of a start: the request, and the run. Only `check_promise` and a user's grader import torch.
 
-    StartRequest             a configuration, a number of ranks and a command         config_checks
-    RunSpec, SamplingSpec    models, layers, layouts, from config.json (resolve.py)   LAYOUT_CHECKS, run_checks
+    stage         made by                   from                             its checks, in order
+    Config        config/loading.py         YAML files, overrides            config/schema.py (keys, groups), checks.py
+    StartRequest  preflight.py              Config, ranks, command           config_checks
+    RunSpec       resolve.py: derive        StartRequest, config.json files  run_checks
+    RunInputs     inputs.py: read_inputs    RunSpec                          input_checks
+    TrainingRun   start.py: start_training  RunInputs                        none: it builds
 
-`preflight` stops at the first check that fails; `refused_start` returns all refusals, for `doctor`. The next stage,
-`RunInputs`, is in `inputs.py`, with its `input_checks`.
+`derive` and the parts of `RunInputs` raise, too, what they cannot derive or read. `evaluate` has
+`SamplingSpec` with `sampling_checks`, and `EvaluationInputs` with `EVALUATION_CHECKS` (evaluate.py), in place of the
+last three. `preflight` stops at the first check that fails; `refused_start` returns all refusals, for `doctor`.
 """
 
 from __future__ import annotations
@@ -22,12 +27,8 @@ from nemo_oprd.run.resolve import RunSpec, SamplingSpec, derive, resolve_samplin
 from nemo_oprd.runtime.files import why_no_file
 from nemo_oprd.runtime.gpus import check_promise
 
-# Checks that the files which a configuration names exist, before any slow import.
-#
-# A shipped configuration names files that a new user does not have, so a message names the YAML file that sets the key.
-
-
-# key -> the YAML file that sets it; None for the command line and for defaults
+# key -> the YAML file that sets it; None for the command line and for defaults. Messages name it, because a shipped
+# configuration names files that a new user does not have.
 Origin = Callable[[str], Path | None]
 
 _PROMPTS = "a .parquet or .jsonl file with prompts"
@@ -189,6 +190,8 @@ MODEL_MISSING = "model-missing"
 
 def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
     """Yields the checks of a `RunSpec` that this command needs, in order."""
+    for check in LAYOUT_CHECKS:
+        yield Check(check.code, lambda run, function=check.function: function(run.placed))  # type: ignore[misc]
     if request.command in _WITHOUT_LAUNCH:
         return
     launches = request.command != "doctor"
@@ -196,8 +199,7 @@ def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
         yield Check("engine", lambda run: checks.check_engine(run.config, run.models.student.spec))
     if launches:
         yield Check("teacher-servers", lambda run: checks.check_teacher_servers(run.config))
-    evaluation = request.config.evaluation
-    if request.command == "train" and evaluation.teacher and request.config.rollout.replay is None:
+    if request.command == "train" and samples_teacher(request.config) and request.config.rollout.replay is None:
         yield TEACHER_SAMPLED
     yield Check("dispatcher", _check_dispatchers)
     if request.command == "fit-bridge":
@@ -213,6 +215,11 @@ TEACHER_SAMPLED = Check[RunSpec](
     "teacher-not-sampled",
     lambda run: checks.check_same_architecture(run.models.student.spec, run.models.teachers[0].spec),
 )
+
+
+def samples_teacher(config: Config) -> bool:
+    """Returns whether the evaluations of a run sample the teacher, too."""
+    return config.evaluation.teacher and config.evaluation.every > 0
 
 
 def _check_dispatchers(run: RunSpec) -> None:
@@ -235,7 +242,6 @@ def preflight(
     request = StartRequest(config, world_size, command, against_reference, origin)
     stop_at_first(refusals(config_checks(request), request))
     run = derive(config, world_size, fitting=command == "fit-bridge")
-    stop_at_first(refusals(LAYOUT_CHECKS, run.placed))
     stop_at_first(refusals(run_checks(request), run))
     return run
 
@@ -252,7 +258,6 @@ def refused_start(request: StartRequest) -> list[Refusal]:
         run = derive(request.config, request.ranks, fitting=request.command == "fit-bridge")
     except ValueError as error:
         return [*found, Refusal("models", error)]
-    found += refusals(LAYOUT_CHECKS, run.placed)
     return [*found, *refusals(run_checks(request), run)]
 
 

@@ -8,7 +8,7 @@ import math
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,10 +41,10 @@ from nemo_oprd.rollout.training_rollouts import RolloutSampler, StoppedSampling
 from nemo_oprd.run.canary import refuse_wrong_states
 from nemo_oprd.run.checkpoint_directory import iteration_directory
 from nemo_oprd.run.checkpointer import Checkpointer, skipped_in_a_row
-from nemo_oprd.run.checks import idle_ranks
 from nemo_oprd.run.config_history import record_environment
 from nemo_oprd.run.engine_kinds import ENGINES, make_engine
-from nemo_oprd.run.inputs import RunInputs, agree_on_resume, checkpoints_of, read_inputs
+from nemo_oprd.run.idle_ranks import idle_ranks
+from nemo_oprd.run.inputs import ResumePoint, RunInputs, agree_on_resume, checkpoints_of, read_inputs
 from nemo_oprd.run.likely_mistakes import likely_mistakes
 from nemo_oprd.run.metrics_log import MetricsLog
 from nemo_oprd.run.models import RunFiles, RunPlan, build_distiller
@@ -64,7 +64,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The parts of a training run. Every rank of the world has one of each."""
+    """The parts of a training run. Every rank of the world has one of each.
+
+    Attributes:
+        distiller: the student and its teachers, built and loaded: a step's targets and gradients.
+        engine: samples from the student's weights, which it gets before the first step and after each.
+        sampler: returns the rollouts of a step, some of which the engine sampled during earlier steps.
+        sampling_check: compares the engine's log-probabilities of new responses with the student's.
+        recorder: writes the rollouts and the metrics of a step.
+        validation: samples and grades the validation sets when they are due, and marks the best checkpoint.
+        checkpointer: saves when a checkpoint is due, and saves and stops after a signal.
+        log: metrics.jsonl, TensorBoard and W&B.
+        timeline: timeline.jsonl.
+        first_step: completed steps of the checkpoint from which the run resumes; 0 for a new run.
+        files: the models' files, for the export.
+        evaluator: the validation sets; None if the run does not evaluate.
+    """
 
     config: Config
     distiller: Distiller
@@ -159,29 +174,40 @@ def _what_next(config: Config) -> str:
 
 @contextmanager
 def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
-    """Builds a run; the context holds the run's lock and signal handlers. Every rank of the world enters it.
+    """Builds a run, and closes its parts when it ends or fails. Every rank of the world enters this context.
 
-    Mistakes that can be found without models are reported before models are loaded, and mistakes in a checkpoint before
-    anything is written.
+    1. `read_inputs` checks all files, and finds the checkpoint to resume from.
+    2. The first rank locks the run directory.
+    3. The engine is made, and its servers start.
+    4. The ranks join, agree on the checkpoint, and build and load student and teachers (`build_distiller`).
+    5. The states of models that other programs build or serve are proved; the checkpoint is loaded.
+    6. The parts around the models are made; until the metrics' log opens, nothing is written but the lock.
+    7. What is known about the run is logged, and its signal handlers are installed.
 
     Raises:
         ValueError: the configuration, a model, the data or a checkpoint is wrong, or another run uses the directory.
     """
     inputs = read_inputs(spec)
-    lock = RunLock(Path(spec.config.output)) if is_first_rank() else None
-    engine: RolloutEngine | None = None
-    try:
+    output = Path(spec.config.output)
+    with ExitStack() as opened:
+        if is_first_rank():
+            opened.callback(RunLock(output).undo)
+        opened.callback(write_library_log, None)
         signals = Signals()
         engine = _make_engine(inputs)  # before the models, because an engine may start meanwhile
-        run = _build(inputs, engine, signals)
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        if lock is not None:
-            lock.undo()
-        raise
-    write_library_log(Path(spec.config.output))
-    try:
+        opened.callback(engine.close)
+        init_distributed()
+        resume = agree_on_resume(inputs)
+        distiller = build_distiller(inputs.plan)
+        opened.callback(distiller.close)
+        for line in refuse_wrong_states(inputs.plan, distiller):  # before a checkpoint's weights are loaded
+            logger.info(line)
+        if resume.step:
+            load_checkpoint(checkpoints_of(spec.config), resume.step, distiller.student)
+        run = _assemble(inputs, engine, signals, distiller, resume.step or 0)
+        opened.callback(run.log.close)
+        _tell(run, inputs, resume)
+        write_library_log(output)
         with signals, _background_writers(run):
             try:
                 yield run
@@ -189,15 +215,6 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
                 run.checkpointer.stop_while_sampling(stopped)
             except StoppedWaiting as stopped:
                 run.checkpointer.stop_while_waiting(stopped)
-    finally:
-        try:
-            run.distiller.close()
-        finally:
-            engine.close()
-            run.log.close()
-            write_library_log(None)
-            if lock is not None:
-                lock.release()
 
 
 @contextmanager
@@ -229,43 +246,21 @@ def _make_engine(inputs: RunInputs) -> RolloutEngine:
     return make_engine(run.config, files.spec, files.directory, run.student_layout, eos_ids, sampled)
 
 
-def _build(inputs: RunInputs, engine: RolloutEngine, signals: Signals) -> TrainingRun:
-    config = inputs.config
-    init_distributed()
-    resume = agree_on_resume(inputs)
-    distiller = build_distiller(inputs.plan)
-    try:
-        for line in refuse_wrong_states(inputs.plan, distiller):  # before a checkpoint's weights are loaded
-            logger.info(line)
-        if resume.step:
-            load_checkpoint(checkpoints_of(config), resume.step, distiller.student)
-        run = _assemble(inputs, engine, signals, distiller, resume.step or 0)
-        for note in resume.notes:
-            logger.info(note)
-        if run.first_step:
-            logger.info(f"resumed from {checkpoints_of(config)} after {run.first_step} of {config.train.steps} steps")
-        for change in resume.changed:
-            logger.info(f"changed: {change}")
-        _tell(run, inputs)
-    except BaseException:
-        distiller.close()
-        raise
-    return run
-
-
 def _assemble(
     inputs: RunInputs, engine: RolloutEngine, signals: Signals, distiller: Distiller, first_step: int
 ) -> TrainingRun:
     """Makes the parts of a run around its models, each from those before it."""
     config, data, files = inputs.config, inputs.data, inputs.files
-    log = MetricsLog(config, first_step)
-    timeline = Timeline(Path(config.output), first_step, writes=log.writes)
-    recorder = StepRecorder(
-        config, inputs.spec.models.routing, log, None if data.recorded is not None else files.student.tokenizer
-    )
+    timeline = Timeline(Path(config.output), first_step, writes=dist.get_rank() == 0)
     with_evaluation = _overlapping(config, engine)
+    # before anything is written, because it may refuse the responses that the checkpoint holds
     sampler = _make_sampler(
         inputs, engine, signals, distiller, timeline, with_evaluation=with_evaluation, first_step=first_step
+    )
+    log = MetricsLog(config, first_step)
+    timeline.drop_later_steps()
+    recorder = StepRecorder(
+        config, inputs.spec.models.routing, log, None if data.recorded is not None else files.student.tokenizer
     )
     checkpointer = Checkpointer(
         config.train,
@@ -339,9 +334,15 @@ def _make_sampler(
     return sampler
 
 
-def _tell(run: TrainingRun, inputs: RunInputs) -> None:
+def _tell(run: TrainingRun, inputs: RunInputs, resume: ResumePoint) -> None:
     """Logs the facts about the run before its first step, and stores them in the run directory."""
     config, plan, data = run.config, inputs.plan, inputs.data
+    for note in resume.notes:
+        logger.info(note)
+    if run.first_step:
+        logger.info(f"resumed from {checkpoints_of(config)} after {run.first_step} of {config.train.steps} steps")
+    for change in resume.changed:
+        logger.info(f"changed: {change}")
     recorded = None if data.recorded is None else len(data.recorded)
     layouts = plan.run.student_layout, plan.run.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())

@@ -94,13 +94,16 @@ class Timeline:
 
     Args:
         directory: of the run.
-        first_step: the step from which the run resumes; lines of later steps, which it repeats, are removed.
+        first_step: the step from which the run resumes.
     """
 
     def __init__(self, directory: Path, first_step: int, *, writes: bool) -> None:
         self._path, self._step, self._writes = directory / FILE, first_step, writes
-        if writes:
-            drop_lines_after(self._path, first_step)
+
+    def drop_later_steps(self) -> None:
+        """Removes the lines of the steps that the run repeats; the caller does this before the first `note`."""
+        if self._writes:
+            drop_lines_after(self._path, self._step)
 
     def begin(self, step: int) -> None:
         """Starts step `step`, from 1: later intervals belong to it."""

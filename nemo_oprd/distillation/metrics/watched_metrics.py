@@ -1,8 +1,8 @@
-"""Metrics of whole distributions in updates that do not train on them (`logging.output_metrics_every`).
+"""Metrics of whole distributions in steps that do not train on them (`logging.output_metrics_every`).
 
 A run without an output loss computes no distributions, and with `sampled_token` the teacher sends only two numbers per
-token. In a watched update, entropies, top-k overlap and divergences are measured nevertheless. Without an output loss
-they are measured on randomly drawn rows, new ones in each update. With `sampled_token` they are measured on all rows
+token. In a watched step, entropies, top-k overlap and divergences are measured nevertheless. Without an output loss
+they are measured on randomly drawn rows, new ones in each step. With `sampled_token` they are measured on all rows
 (the top sets on drawn ones, as in every output loss): the teacher sends its final hidden states, from which the student
 rank computes the same loss.
 """
@@ -18,7 +18,7 @@ from nemo_oprd.losses.output_loss import OutputLoss
 
 @dataclass(frozen=True)
 class WatchedMetrics:
-    """The choice of the watched updates, and of the divergences that are measured in them."""
+    """The choice of the watched steps, and of the divergences that are measured in them."""
 
     every: int  # `logging.output_metrics_every`
     drawn: OutputTerm | None  # what is measured in a run without an output loss; None in one with `sampled_token`
@@ -36,7 +36,7 @@ class WatchedMetrics:
         return WatchedMetrics(logging.output_metrics_every, drawn)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the update after `step` others is watched: the first update, and every `every`-th one."""
+        """Returns whether the step after `step` others is watched: the first one, and every `every`-th."""
         return step == 0 or (step + 1) % self.every == 0
 
     def add_to(self, objective: StepObjective, step: int | None) -> StepObjective:
@@ -61,7 +61,7 @@ class ModelNeeds:
 
     @staticmethod
     def build(objective: Objective, watched: WatchedMetrics | None) -> ModelNeeds:
-        """Returns the needs of a run's objective and of its watched updates."""
+        """Returns the needs of a run's objective and of its watched steps."""
         output = objective.output or (watched.drawn if watched is not None else None)
         sends_states = output is not None and output.sends_states
         return ModelNeeds(output, sends_states or watched is not None, output is not None and not sends_states)

@@ -8,8 +8,9 @@ from nemo_oprd.batch.layout import Layout
 from nemo_oprd.config.memory_bounds import TARGET_SHARE
 from nemo_oprd.config.schema import Config
 from nemo_oprd.config.teacher_kinds import TEACHER_KINDS
-from nemo_oprd.run.checks import IdleRanks, check_layouts, idle_ranks, reader_layout
+from nemo_oprd.run.checks import check_layouts, reader_layout
 from nemo_oprd.run.engine_kinds import ENGINES
+from nemo_oprd.run.idle_ranks import IdleRanks, idle_ranks
 from nemo_oprd.run.positions import TooFewPositions, known_prompt, too_few_positions
 from nemo_oprd.run.resolve import RunModels, RunSpec
 from nemo_oprd.tools.plan.gpus import ASSUMED, Cluster, Gpu, in_bytes

@@ -16,7 +16,7 @@ from nemo_oprd.config.weight_schedule import largest
 from nemo_oprd.models import FAMILIES, ModelSpec, read_model_spec
 from nemo_oprd.models.quantization import known_quantization
 from nemo_oprd.models.weight_files import weight_files
-from nemo_oprd.run.checks import shares
+from nemo_oprd.run.idle_ranks import shares
 from nemo_oprd.run.positions import longest_response, prompt_tokens
 from nemo_oprd.run.resolve import ResolvedTeacher, RunModels
 from nemo_oprd.runtime.files import read_json

@@ -16,7 +16,7 @@ import torch
 
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
-from nemo_oprd.run.checks import shares
+from nemo_oprd.run.idle_ranks import shares
 from nemo_oprd.tools.rehearse.places import CodeLocation
 
 # Stand-ins for the files that a rehearsal does not read: rollouts and bridges.

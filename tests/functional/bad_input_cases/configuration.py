@@ -113,7 +113,7 @@ case("endless stage", "a schedule whose first stage has no end", "loss.represent
 case("stages out of order", "a schedule whose stages go backwards", "loss.representation.weight[1].until=1 | expected more than 2", "loss.representation.weight=[{until:2,weight:1},{until:1,weight:2}]")
 case("misspelt stage", "a schedule with an unknown key", "unknown key 'loss.representation.weight[0].untl'", "loss.representation.weight=[{untl:2,weight:1}]")
 case("stage without a weight", "a schedule with a stage that has no weight", "loss.representation.weight[0]={{'until': 2}} | expected {{weight, until, start}} | give weight", "loss.representation.weight=[{until:2}]")
-case("schedule that trains nothing", "schedules that leave an update without a loss", "are both 0 at update 2 | change their schedules", "loss.representation.weight=[{until:1,weight:1},{weight:0}]")
+case("schedule that trains nothing", "schedules that leave a step without a loss", "are both 0 in step 2 | change their schedules", "loss.representation.weight=[{until:1,weight:1},{weight:0}]")
 case("negative layer weight", "a layer's weight of 0", "loss.representation.layer_weights holds 0.0 | leave a layer", "loss.representation.layer_weights=[1,0,1]")
 case("map of other layers", "a layer map that leaves a supervised layer out", "layer_map names the student layers [1, 3], expected the supervised ones, [1, 2, 3]", "loss.representation.layer_map={1:1,3:3}")
 case("map beyond the teacher", "a layer map to a layer that the teacher hasn't", "layer_map names teacher layer 4, expected 1 to 3", "loss.representation.layer_map={1:1,2:2,3:4}")

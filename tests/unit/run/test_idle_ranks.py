@@ -12,7 +12,7 @@ from family_configs import QWEN_1P5B
 from nemo_oprd.batch.layout import Layout
 from nemo_oprd.cli import main
 from nemo_oprd.config.loading import load_config
-from nemo_oprd.run.checks import IdleRanks, idle_ranks, shares
+from nemo_oprd.run.idle_ranks import IdleRanks, idle_ranks, shares
 from nemo_oprd.run.resolve import resolve, resolve_models
 from nemo_oprd.tools.plan.estimate import Estimate, Lengths, estimate
 from nemo_oprd.tools.plan.gpus import GPUS, Cluster

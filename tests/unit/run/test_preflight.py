@@ -16,7 +16,6 @@ from nemo_oprd.config.keys import keys
 from nemo_oprd.config.loading import load_config
 from nemo_oprd.config.schema import Config
 from nemo_oprd.models.checkpoint_directory import check_torch_dist
-from nemo_oprd.run.checks import LAYOUT_CHECKS
 from nemo_oprd.run.inputs import input_checks
 from nemo_oprd.run.preflight import (
     StartRequest,
@@ -40,6 +39,7 @@ main(sys.argv[1:])
 PAIR = [f"student.hf_path={GOLDEN / 'student'}", f"teacher.hf_path={GOLDEN / 'teacher'}"]
 LINES = GOLDEN / "rollouts.jsonl"  # of which nobody looks at the content
 PROMPTS, SET, RECORDED = f"data.train={LINES}", f"data.validation.x={LINES}", f"rollout.replay={LINES}"
+SAMPLED_TEACHER = SET, "evaluation.every=1", "evaluation.teacher=true"
 HEADS = "student.parallel.tensor=3 does not divide the model's 4 attention heads"
 
 
@@ -165,8 +165,13 @@ def test_the_config_of_a_checkpoint_is_read_without_torch(tmp_path: Path) -> Non
         ("fit-bridge", [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}"], None),
         (
             "train",
-            [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", "bridge.path=x", "evaluation.teacher=true"],
+            [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", "bridge.path=x", *SAMPLED_TEACHER],
             "differ in num_layers 3 and 5, hidden_size 32 and 48",
+        ),
+        (  # a run that does not evaluate samples no teacher
+            "train",
+            [PROMPTS, f"teacher.hf_path={GOLDEN / 'wide_teacher'}", f"bridge.path={GOLDEN}", "evaluation.teacher=true"],
+            None,
         ),
         ("train", [PROMPTS, "student.parallel.tensor=2", "rollout.tensor=2"], None),
         (
@@ -245,8 +250,8 @@ def test_codes_of_the_start() -> None:
     """Codes are unique within a command, and docs/doctor.md names those that `doctor` writes."""
     page = (GOLDEN.parents[1] / "docs" / "doctor.md").read_text()
     for command in ("train", "verify", "fit-bridge", "doctor", "plan", "evaluate"):
-        request = StartRequest(load_config("verify", [*PAIR, "evaluation.teacher=true"]), 1, command)  # type: ignore
-        tables = config_checks(request), LAYOUT_CHECKS, run_checks(request), input_checks(command, request.config)  # type: ignore
+        request = StartRequest(load_config("verify", [*PAIR, *SAMPLED_TEACHER]), 1, command)  # type: ignore
+        tables = config_checks(request), run_checks(request), input_checks(command, request.config)  # type: ignore
         codes = [each.code for table in tables for each in table]
         assert len(codes) == len(set(codes))
         assert command != "doctor" or [code for code in codes if f"`{code}`" not in page] == []

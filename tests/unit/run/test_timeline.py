@@ -28,9 +28,13 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert found[0] == Interval(1, "teacher", 10.0, 11.2346)
     assert found[3] == Interval(2, "sampling", 4.0, 5.0, 2, 3.5, 5.5, {"1": (4.0, 5.0)})
     resumed = Timeline(tmp_path, 1, writes=True)  # repeats what follows step 1
+    assert len(read_timeline(tmp_path)) == 4  # a start that is refused leaves the file as it is
+    resumed.drop_later_steps()
     resumed.note("sync", 20.0, 21.0)
     assert [(each.step, each.phase) for each in read_timeline(tmp_path)][2:] == [(1, "sync")]
-    Timeline(tmp_path, 0, writes=True)  # starts over
+    Timeline(tmp_path, 0, writes=False).drop_later_steps()
+    assert read_timeline(tmp_path)
+    Timeline(tmp_path, 0, writes=True).drop_later_steps()  # starts over
     assert read_timeline(tmp_path) == []
 
 
