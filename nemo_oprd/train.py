@@ -17,9 +17,9 @@ a role that it does not have take part in the transfers and return None.
     metrics, and times of all phases  run/step_recorder.py, metrics_log.py, timeline.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, a start has stages, each made from the one before it: the configuration; `RunSpec`, what the run is
-(`run/preflight.py` checks, `run/resolve.py` derives models, layers and layouts); `RunInputs`, what it reads
-(`run/inputs.py`); and `TrainingRun`, its parts (`run/start.py`).
+Before the loop, a start has stages, each made from the one before it; the top of `run/preflight.py` lists them with
+their checks: `Config`; `RunSpec`, what the run is (`run/resolve.py`); `RunInputs`, what it reads (`run/inputs.py`), a
+`RunPlan` of the models among it (`run/models.py`); and `TrainingRun`, its parts (`run/start.py`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from nemo_oprd.run.timeline import PhaseTimer
 logger = logging.getLogger(__name__)
 
 
-def train(config: Config, spec: RunSpec | None = None) -> None:
+def train(config: Config | RunSpec) -> None:
     """Distils `config.student` on its own rollouts into the run directory `config.output` (docs/runs.md).
 
     Args:
-        spec: the result of `preflight` for `config`, if the caller has it.
+        config: or the result of `preflight` for it, if the caller has that.
 
     Raises:
         ValueError: bad configuration, models or data, before anything expensive starts; or `train.stop_after_skipped`
             steps in a row with an update whose loss or gradient is not finite.
-        Stopped: a signal asked the process to stop; the run has saved and can be resumed.
+        Stopped: a signal asked the process to stop; the run has saved what it had made, and can be resumed.
     """
-    with start_training(spec or preflight(config, world_size(), "train")) as run:
+    spec = config if isinstance(config, RunSpec) else preflight(config, world_size(), "train")
+    with start_training(spec) as run:
         config, distiller, student, engine = run.config, run.distiller, run.distiller.student, run.engine
         timeline, timer = run.timeline, PhaseTimer(run.timeline.note)
         logger.info(check_gradients(distiller, accumulate_gradients))

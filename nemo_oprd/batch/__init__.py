@@ -1,1 +1,1 @@
-"""From rollouts to microbatches, without torch: layouts of ranks, packing, the table of supervised tokens, the plan."""
+"""Turns rollouts into microbatches, without torch: layouts, packing, the table of supervised tokens, the plan."""

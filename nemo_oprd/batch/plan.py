@@ -256,7 +256,7 @@ class StepPlan:
         return StepPlan(plan, None if output is None else plan.with_rows(output), tuple(teachers))
 
     def microbatch_groups(self, microbatches: int | None) -> list[StepPlan]:
-        """Returns the parts of the update for `BatchPlan.group_numbers`."""
+        """Returns one plan per group of `BatchPlan.group_numbers`."""
         return [self.part(numbers) for numbers in self.hidden.group_numbers(microbatches)]
 
     def part(self, microbatches: Sequence[int]) -> StepPlan:

@@ -92,7 +92,7 @@ def describe_tensors(
 def open_bridge(
     directory: Path, *, student: ModelIdentity, teacher: ModelIdentity, layers: Sequence[int], capture: CapturePoint
 ) -> Bridge:
-    """Returns the bridge of a run, whose layer map the run uses.
+    """Returns a run's bridge; the run takes its layer map.
 
     Tensors without a manifest were made by another program. Only their names, shapes and values can be checked, and a
     warning says so.

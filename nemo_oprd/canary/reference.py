@@ -103,7 +103,7 @@ def reference_states(
     Args:
         prompts: token ids; each prompt is computed by itself.
         dtype: "float32", "bfloat16" or "float64", in which transformers computes.
-        head: whether to return log-probabilities by the model's own head, too.
+        head: whether to return the results of the model's own head, `heads`.
 
     Raises:
         ValueError: transformers cannot run the model, or the weights are not complete.

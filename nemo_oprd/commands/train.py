@@ -16,4 +16,4 @@ def run(options: argparse.Namespace) -> None:
     spec = run_of(options)
     from nemo_oprd.train import train
 
-    train(spec.config, spec)
+    train(spec)

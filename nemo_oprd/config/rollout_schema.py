@@ -216,7 +216,7 @@ class RolloutConfig:
 
     @property
     def early_steps(self) -> int:
-        """Returns how many steps before its own step, at most, the sampling of a response begins."""
+        """Returns the most steps by which a response's sampling may precede the response's step."""
         return self.max_lag // 2 if self.mode == "stream" else self.max_lag
 
     @property

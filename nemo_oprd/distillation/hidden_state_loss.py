@@ -248,7 +248,7 @@ def position_gap(profile: torch.Tensor, table: TokenTable, positions: str) -> di
 
 
 def _cumulative(cosine_sums: np.ndarray, numbers: np.ndarray) -> dict[int, float]:
-    """Returns k = 1, 2, 4, ... -> mean over rows with a 0-based number below k, up to the first k that covers all."""
+    """Returns k = 1, 2, 4, ... -> mean cosine of rows numbered below k, from 0, up to the first k that covers all."""
     bins = profile_bins(numbers)
     counts = np.bincount(bins, minlength=PROFILE_BINS)
     means = np.cumsum(cosine_sums) / np.maximum(1, np.cumsum(counts))

@@ -34,8 +34,8 @@ class OutputTerm:
     """The output loss of one update: its divergence, its weight, and its rows.
 
     Attributes:
-        sends_states: the teacher's values per row. True: the final hidden state, from which the student rank computes
-            the teacher's distribution. False: two numbers, the log-probability of the sampled token and the entropy.
+        sends_states: whether the teacher sends each row's final hidden state, from which the student rank computes its
+            distribution, or two numbers: the log-probability of the sampled token, and the entropy.
         drawn_rows: 0 for a loss, which covers all response tokens. A positive number means that the divergence is only
             measured, on that many rows (`metrics/watched_metrics.py`).
         searched_rows: the number of rows in which the top sets are searched where they are only measured; 0: all.
@@ -167,8 +167,8 @@ class Objective:
             teachers: one per entry of `config.teacher_sources`, with its pairs: student layer -> teacher layer.
             layer_weights: student layer -> weight, as in `Objective`.
             shared_ids: teacher's number -> the ids that the student and this teacher know by their tokenizers; None if
-                the teacher can't read the student's ids or a tokenizer is missing. With recorded rollouts or `fitting`,
-                all ids with rows in both models count; it is then called only if sizes differ, which may be padding.
+                the teacher can't read the student's ids or a tokenizer is missing. With recorded rollouts or `fitting`
+                it is called only if vocabulary sizes differ (perhaps by padding), and all common rows count.
             fitting: for fit-bridge: the models may differ in shape, all response tokens are rows, and there is no
                 output loss.
 

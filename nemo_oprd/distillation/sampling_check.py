@@ -150,7 +150,7 @@ def compare(engine: np.ndarray, trainer: np.ndarray, table: TokenTable, bounds: 
 def _draw(rollouts: list[Rollout], count: int, seed: int, step: int) -> TokenTable:
     """Draws at most `count` tokens: at most `TOKENS_OF_RESPONSE` from each of at most `MOST_RESPONSES` responses.
 
-    Only responses with a token that has a predecessor count. They take turns: a step checks every `turns`-th of them,
+    A response counts if one of its tokens has a predecessor. They take turns: a step checks every `turns`-th of them,
     and while their number stays the same, each index has its turn within `turns` steps.
     """
     # a token is predicted by the one before it

@@ -183,7 +183,7 @@ class Student:
 
         Args:
             step: number of steps before this one; it determines the learning rate.
-            metrics: of the batch of the gradients; None on ranks outside the role, which only count.
+            metrics: of the batch behind the gradients; None outside the role: only counts the step.
         """
         self.optimizer_steps += 1
         if metrics is None:

@@ -120,7 +120,7 @@ class Teacher:
     def targets(
         self, rollouts: list[Rollout], plan: StepPlan, student_plan: StepPlan, student: Role, objective: StepObjective
     ) -> TeacherTargets:
-        """Runs the forward pass over the teacher's sequences, then the transfer. Every rank of the world calls this.
+        """Gets the teacher's states by `captured`, then sends them to the student. Every rank of the world calls this.
 
         Args:
             plan, student_plan: the teacher's rows, packed for the teacher's layout and for the student's.

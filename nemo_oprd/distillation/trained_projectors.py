@@ -78,7 +78,7 @@ def projectors_of(chunks: Sequence[DistillingModel]) -> dict[int, LayerProjector
 def student_projection(
     chunks: Sequence[DistillingModel], objective: Objective, teacher: int
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """Returns the map (layer, student states [n, D]) -> values [n, R], or the states, to compare with the targets."""
+    """Returns the map (layer, student states [n, D]) -> values [n, R] to compare; without a bridge: the states."""
     if objective.trains_bridge:
         projectors = projectors_of(chunks)
         return lambda layer, rows_ND: projectors[layer](rows_ND)

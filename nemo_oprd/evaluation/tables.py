@@ -58,8 +58,8 @@ def _intervals(file: Path) -> dict[str, Any]:
 def final_report(metrics_file: Path) -> str:
     """Formats a run's final report: the table of `before_and_after`, its `details`, and the student's progress per set.
 
-    If the two evaluations can't be compared, a line gives the reason: missing or damaged files of evaluations do not
-    make a complete run fail.
+    If the last and the first evaluation can't be compared, a line gives the reason; if one of the two is missing, there
+    is no line.
     """
     rows = before_and_after(metrics_file)
     parts = [table(rows), details(rows)]

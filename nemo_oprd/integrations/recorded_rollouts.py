@@ -1,8 +1,8 @@
 """Recorded rollouts as a data set of single responses, for training loops that cut global batches themselves.
 
 A loop that reads a data set in order takes samples [n * G, (n + 1) * G) for update n, whatever its layout, with G its
-global batch size. So the weight of a token, which contains 1 / counts of the whole update, follows from the sample, and
-a run that resumes after any number of samples gets the same weights.
+global batch size. So the sample's number gives a token's weight, which contains 1 / counts of its update, and a run
+that resumes after any number of samples gets the same weights.
 
 S is the padded length.
 """

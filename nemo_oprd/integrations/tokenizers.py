@@ -192,7 +192,7 @@ def _from_sentencepiece(tokenizer: Any) -> Any:
 
 
 def _backend(proto: Any) -> Any:
-    """Makes a tokenizer of the library `tokenizers` that acts as the SentencePiece model, without added tokens."""
+    """Makes a tokenizer of the library `tokenizers` that encodes like the SentencePiece model; no added tokens."""
     from tokenizers import Regex, decoders, models, normalizers
     from tokenizers import Tokenizer as Backend
 

@@ -342,7 +342,7 @@ def sampling_logprob(
     top_p: float,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    """Returns each row's token log-probability [N], equal on all tensor-parallel ranks; float32 (float64 for float64).
+    """Returns the log-probability [N] of each row's token, equal on all TP ranks; float32 (float64 for float64).
 
     At temperature 0, where sampling takes the most probable id, the distribution is that of temperature 1 and top_p 1.
 

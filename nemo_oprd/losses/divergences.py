@@ -57,8 +57,8 @@ class OutputRows:
 
     Metrics: student_logprob, teacher_logprob (of the sampled token), student_entropy (nats); with the teacher's
     distribution also teacher_entropy, reverse_kl; with `k` also overlap (share of ids that the two top sets have in
-    common), student_mass, teacher_mass (probability on the support), empty_support (1 or 0); with the sampling policy's
-    log-probabilities also ratio, clipped (1 or 0); with a correction also correction (the token's weight),
+    common), student_mass, teacher_mass (probability on the support), empty_support (1 or 0); of sampled_token, with
+    `old_logprob_C`, also ratio, clipped (1 or 0); with a correction also correction (the token's weight),
     correction_squared, correction_outside (1 or 0). Those of `SUPPORT_METRICS` are [m] where they were measured on m of
     the rows.
     """

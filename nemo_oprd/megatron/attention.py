@@ -174,7 +174,7 @@ class SDPAttention(MegatronModule):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
 
     def _attend_last(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attends like `_attend`, for fewer queries than keys: the queries of the last tokens."""
+        """Attends like `_attend`, with at most one query per key: those of the last tokens."""
         from torch.nn.attention.bias import causal_lower_right  # takes half a second: it imports torch's compiler
 
         k, v = _repeated(k, q), _repeated(v, q)

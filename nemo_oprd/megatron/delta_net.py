@@ -166,7 +166,7 @@ def delta_net_kernels() -> str:
 
 
 def use_torch_kernels() -> None:
-    """Puts this module's functions in the place of FLA's in Megatron's gated delta net, unless FLA can be used."""
+    """Replaces FLA's functions in Megatron's gated delta net by this module's, unless FLA can be used."""
     if delta_net_kernels() == FLA:
         return
     common, layer = _module("common"), _module("gdn")

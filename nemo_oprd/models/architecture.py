@@ -308,17 +308,17 @@ class Form:
 
 
 class Replicated(Form):
-    """The same on every TP rank (norm weights, biases of row-parallel layers)."""
+    """Form of a tensor that each TP rank holds whole, such as norms' weights."""
 
 
 class ColumnParallel(Form):
-    """Split along the output features."""
+    """Splits the output features."""
 
     axis = 0
 
 
 class RowParallel(Form):
-    """Split along the input features."""
+    """Splits the input features."""
 
     axis = 1
 
@@ -574,7 +574,7 @@ def code_files(hf_config: dict) -> list[str]:
 
 
 def unused_code(hf_config: dict, source: str) -> str | None:
-    """Returns a line about the Python files that a config.json names in `auto_map`, which are never run; else None."""
+    """Returns a line about the Python files of a config.json's `auto_map`, none of which is run; None without any."""
     names = code_files(hf_config)
     if not names:
         return None

@@ -187,7 +187,7 @@ class FusedGateUp(GateUp):
         return tensors[0]
 
     def split_to_hf(self, tensor: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, ...]:
-        """Stacked -> (gate_up,)."""
+        """gate_up -> (gate_up,)."""
         return (tensor,)
 
 

@@ -65,7 +65,7 @@ class StreamRules:
         return max(0, group - self.early_groups) + self.lag
 
     def batch(self, step: int, pool: Iterable[Place], complete: Container[Place]) -> list[Place] | None:
-        """Chooses the places that step `step` (from 0) takes of the `pool` of open places; None if it must wait."""
+        """Returns the places that step `step` (from 0) takes from `pool`, the open ones; None if it must wait."""
         oldest_first = sorted(pool)
         chosen = [place for place in oldest_first if place in complete][: self.size]
         taken = set(chosen)

@@ -223,7 +223,7 @@ class RolloutSampler:
         return self.with_evaluation if self.with_evaluation is not None and call.last else self.engine
 
     def _note(self, call: SamplingCall, handle: GenerationHandle, began: float) -> None:
-        """Reports when a call's responses were sampled; `began`: when this process began to collect it."""
+        """Reports when a call's responses were sampled; `began`: the start, if no server reports one."""
         collected, served = time.time(), handle.served
         spans = list(served.values()) or [(began, collected)]
         more = {"batch": call.step + 1, "submitted": handle.submitted, "collected": collected}

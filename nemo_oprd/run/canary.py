@@ -118,7 +118,7 @@ def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = F
     Args:
         provided_only: leave out the models that this project builds, whose families its tests check.
     """
-    for teacher, model in zip(distiller.teachers, plan.run.models.teachers, strict=True):
+    for teacher, model in zip(distiller.teachers, plan.spec.models.teachers, strict=True):
         if model.model.served:  # its servers have proven it at their start
             from nemo_oprd.vllm.teacher_servers import ServedTeacher
 
@@ -135,7 +135,7 @@ def prove_models(plan: RunPlan, distiller: Distiller, *, provided_only: bool = F
             yield Proof(built.key, None, f"states are not compared with transformers': {why}")
             continue
         with built.in_memory:
-            yield _proof(built, plan.run.config.precision)
+            yield _proof(built, plan.spec.config.precision)
 
 
 def refuse_wrong_states(plan: RunPlan, distiller: Distiller) -> list[str]:
@@ -154,14 +154,14 @@ def refuse_wrong_states(plan: RunPlan, distiller: Distiller) -> list[str]:
 
 def _models(plan: RunPlan, distiller: Distiller) -> Iterator[_Built]:
     """Yields the models with weights of their own in memory: the student, and the teachers that are not the student."""
-    config, student = plan.run.config, distiller.student
+    config, student = plan.spec.config, distiller.student
     router_dtype, depth = config.student.router_dtype, student.spec.num_layers
     files = plan.files.student
     yield _Built("student", files, student.role, student.chunks or None, depth, router_dtype, nullcontext())
     kind = TEACHER_KINDS[config.teacher.weights]
     if not kind.copied:
         return
-    for teacher, files, model in zip(distiller.teachers, plan.files.teachers, plan.run.models.teachers, strict=True):
+    for teacher, files, model in zip(distiller.teachers, plan.files.teachers, plan.spec.models.teachers, strict=True):
         if not isinstance(teacher, MegatronTeacher):
             continue
         depth = plan.needs.teacher_depth(distiller.objective, teacher.number)

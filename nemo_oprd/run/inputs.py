@@ -144,7 +144,7 @@ def find_resume_point(plan: RunPlan, damaged: Mapping[int, str] | None = None) -
         ValueError: all checkpoints are damaged, the newest one is of another student or of a run that cannot go on with
             these settings, or settings that change the result differ without permission.
     """
-    config, root, known = plan.run.config, checkpoints_of(plan.run.config), dict(damaged or {})
+    config, root, known = plan.spec.config, checkpoints_of(plan.spec.config), dict(damaged or {})
     seen = newest_steps(root)
     while True:
         step, notes = find_checkpoint(root, known)
@@ -160,7 +160,7 @@ def _check(plan: RunPlan, root: Path, step: int) -> str | None:
     Raises:
         ValueError: it is of another student, or of a run that cannot go on with these settings.
     """
-    config = plan.run.config
+    config = plan.spec.config
     try:
         check_checkpoint(root, step, plan.files.student.spec)
     except OtherCheckpointError:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
     """Yields a line per likely mistake: swapped models, a teacher evaluated in another conversation, equal prompts."""
-    run, student = plan.run, plan.files.student
+    run, student = plan.spec, plan.files.student
     for teacher in run.models.teachers:
         if TEACHER_KINDS[run.config.teacher.weights].own_model:
             smaller = smaller_teacher(student.spec, teacher.spec)

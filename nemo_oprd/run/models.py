@@ -238,7 +238,7 @@ class RunPlan:
     Making a plan loads no weights, writes no files and does not communicate.
     """
 
-    run: RunSpec
+    spec: RunSpec
     files: RunFiles
     objective: Objective
     watched: WatchedMetrics | None
@@ -249,7 +249,7 @@ class RunPlan:
         return ModelNeeds.build(self.objective, self.watched)
 
 
-def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = False) -> RunPlan:
+def make_plan(spec: RunSpec, files: RunFiles | None = None, *, fitting: bool = False) -> RunPlan:
     """Resolves the objective and opens bridges and weights, to find mistakes before models are built; returns the plan.
 
     Args:
@@ -259,7 +259,7 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
     Raises:
         ValueError: the configuration, a model or its weights are wrong.
     """
-    config, models = run.config, run.models
+    config, models = spec.config, spec.models
     files = files or RunFiles(config, models)
     objective = Objective.build(
         config,
@@ -275,7 +275,7 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
     for model in (files.student, *files.teachers):
         # opens the weights and makes providers, so that mistakes in them are found before models are built
         _ = model.read, model.build
-    plan = RunPlan(run, files, objective, watched)
+    plan = RunPlan(spec, files, objective, watched)
     for served in (teacher.read for teacher in files.teachers if plan.needs.teacher_states):
         if isinstance(served, ServedHead):
             served.find()
@@ -283,7 +283,7 @@ def make_plan(run: RunSpec, files: RunFiles | None = None, *, fitting: bool = Fa
 
 
 def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
-    """Joins the process group, logs the notes on the models, and builds student and teachers.
+    """Joins the process group, if this process has not, logs the notes on the models, builds student and teachers.
 
     Args:
         trainable: whether the student gets gradients and an optimizer.
@@ -291,10 +291,10 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     Raises:
         ValueError: weights do not fit their model, a checkpoint is damaged, or a server is missing or wrong.
     """
-    wait_for_endpoints(plan.run.config)
+    wait_for_endpoints(plan.spec.config)
     init_distributed()
     if is_first_rank():
-        for note in plan.run.models.notes:
+        for note in plan.spec.models.notes:
             logger.info(note)
     stored = {files.source.checkpoint: files for files in (plan.files.student, *plan.files.teachers)}
     for checkpoint, files in stored.items():
@@ -311,7 +311,7 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
 
 def _start_teacher_servers(plan: RunPlan) -> dict[int, TeacherServers]:
     """Starts the servers of teachers with `teacher.engine=vllm`, without waiting for them; returns them by teacher."""
-    run = plan.run
+    run = plan.spec
     if not run.config.served_teachers:
         return {}
     from nemo_oprd.vllm.launch import DTYPES
@@ -347,7 +347,7 @@ def _served_teacher(number: int, readers: Role, dtype: torch.dtype, servers: Tea
 
 
 def _build(plan: RunPlan, servers: dict[int, TeacherServers], *, trainable: bool) -> Distiller:
-    run, config = plan.run, plan.run.config
+    run, config = plan.spec, plan.spec.config
     objective, needs = plan.objective.on(device()), plan.needs
     student_role = make_role(
         "student", run.student_layout, saves=trainable, experts=run.models.student.spec.experts is not None
@@ -399,7 +399,7 @@ def distiller_for(config: Config) -> Distiller:
 
 def _build_teacher(plan: RunPlan, student: Student, role: Role, number: int) -> Teacher:
     """Makes a teacher in the trainer's processes: the student, its average, or a model of its own."""
-    config = plan.run.config
+    config = plan.spec.config
     if not TEACHER_KINDS[config.teacher.weights].copied:
         return MegatronTeacher(number, student.role, student.dtype, student.chunks or None)
     chunks = None
@@ -414,8 +414,8 @@ def _build_teacher(plan: RunPlan, student: Student, role: Role, number: int) -> 
 
 
 def _teacher_chunks(plan: RunPlan, role: Role, number: int) -> list[DistillingModel]:
-    """Builds and loads this rank's part of a teacher, with only the layers and head that updates need."""
-    config, files, needs = plan.run.config, plan.files.teachers[number], plan.needs
+    """Builds and loads this rank's part of a teacher: needed layers, and a head if needed or saved."""
+    config, files, needs = plan.spec.config, plan.files.teachers[number], plan.needs
     kind = TEACHER_KINDS[config.teacher.weights]
     # a moving average is saved in checkpoints, and Megatron saves a model only with its head
     head = kind.averages or needs.teacher_logprobs

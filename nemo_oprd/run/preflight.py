@@ -151,7 +151,9 @@ class StartRequest:
 
     @property
     def samples(self) -> bool:
-        """Returns whether the command samples responses, rather than reads recorded ones."""
+        """Returns whether the command samples responses: `evaluate` does so even if training replays recorded ones."""
+        if self.command == "evaluate":
+            return True
         return self.command not in ("verify", *_WITHOUT_LAUNCH) and self.config.rollout.replay is None
 
     def check_models(self) -> None:

@@ -1,8 +1,8 @@
 """Compares the settings of a start with those of the run in its directory, before models are built.
 
-The settings of a start are compared with those under which the last kept step ran (`run/config_history.py`).
-Keys that change the training result need permission (the schema has each key's rule). A model in another directory is
-the same if its fingerprint is: every start records the fingerprints of its models in environment.json.
+`run/config_history.py` finds the settings under which the last kept step ran. Keys that change the training result need
+permission (the schema has each key's rule). A model in another directory is the same if its fingerprint is: every start
+records the fingerprints of its models in environment.json.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_resume(config: Config, step: int | None) -> list[Change]:
 
 
 def compare_settings(config: Config, step: int | None) -> Resume:
-    """Returns the changes of a start with `config` from the checkpoint after `step` steps; writes nothing.
+    """Returns how `config` differs from the run's at `step` (None: a run to overwrite); writes nothing.
 
     Only the first rank compares fingerprints of models, because it has to read some MB of every file of weights. On
     other ranks a model in another directory counts as the same.

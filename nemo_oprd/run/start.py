@@ -273,7 +273,7 @@ def _assemble(
         before_save=recorder.finish,
         write_pending=sampler.write_pending,
     )
-    teacher = files.teachers[0]
+    teacher = files.teachers[0]  # with several teachers, `evaluation.teacher` is refused
     validation = Validation(
         config,
         data.evaluator,
@@ -344,7 +344,7 @@ def _tell(run: TrainingRun, inputs: RunInputs, resume: ResumePoint) -> None:
     for change in resume.changed:
         logger.info(f"changed: {change}")
     recorded = None if data.recorded is None else len(data.recorded)
-    layouts = plan.run.student_layout, plan.run.teacher_layout
+    layouts = plan.spec.student_layout, plan.spec.teacher_layout
     idle = idle_ranks(config, *layouts, recorded=recorded, has_gpus=torch.cuda.is_available())
     if idle is not None and is_first_rank():
         logger.warning(idle.line)
@@ -389,10 +389,10 @@ def _record_environment(run: TrainingRun, plan: RunPlan) -> None:
     kernels = run.distiller.student.kernels()
     logger.info("kernels: " + ", ".join(f"{purpose}: {kernel}" for purpose, kernel in kernels.items()))
     if dist.get_rank() == 0:
-        run_spec = plan.run
+        run_spec = plan.spec
         layouts = {"student": run_spec.student_layout.describe(), "teacher": run_spec.teacher_layout.describe()}
         start = {"config": run.log.config_file, "after_step": run.first_step, "models": models_of(run.config)}
-        start |= {"conversations": plan.files.conversations(), "model_sizes": _model_sizes(plan.run.models)}
+        start |= {"conversations": plan.files.conversations(), "model_sizes": _model_sizes(plan.spec.models)}
         record_environment(Path(run.config.output), dist.get_world_size(), layouts, kernels, start)
 
 

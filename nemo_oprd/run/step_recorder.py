@@ -51,7 +51,7 @@ class LossSpikeDetector:
     """Compares each term of the loss with its own past values, because the weights of the terms may follow schedules.
 
     Args:
-        factor: a term is a spike if its absolute value exceeds `factor` times the median; 0 switches the detector off.
+        factor: a term spikes if its absolute value exceeds `factor` times its median so far; 0 turns the detector off.
         history: term -> its values before a resume, the latest last.
     """
 
@@ -87,7 +87,7 @@ _DIGITS = 6  # significant ones: float32 has seven
 def token_records(
     done: int, rollouts: Sequence[Rollout], tokens: TokenMetrics, tokenizer: Tokenizer | None
 ) -> Iterator[dict[str, Any]]:
-    """Yields the lines of the file of step `done`.
+    """Yields a record per kept response of a step.
 
     Args:
         tokenizer: of the student; None (recorded rollouts): no texts.

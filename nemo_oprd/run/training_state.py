@@ -338,7 +338,7 @@ def load_checkpoint(root: Path, step: int, student: Student) -> None:
 
 
 def saved_keys(directory: Path) -> Iterable[str]:
-    """Returns the keys of the tensors in a checkpoint."""
+    """Returns all keys in a checkpoint's index."""
     return open_torch_dist(directory)[1].state_dict_metadata
 
 

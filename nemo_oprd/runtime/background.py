@@ -78,7 +78,7 @@ class BackgroundWriter:
 
 
 def leave(most_s: float | None) -> bool:
-    """Waits for abandoned work, `most_s` seconds in all (None: to its end); returns whether all of it has ended."""
+    """Waits at most `most_s` seconds (None: without limit) for all abandoned work; returns whether it has ended."""
     deadline = None if most_s is None else time.monotonic() + most_s
     waited, _abandoned[:] = _abandoned[:], []
     ended = [writer._left(None if deadline is None else max(0.0, deadline - time.monotonic())) for writer in waited]

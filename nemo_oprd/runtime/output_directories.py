@@ -123,7 +123,7 @@ def _has_run_config(directory: Path) -> bool:
 
 
 def _has_responses_of_compare(directory: Path) -> bool:
-    """Returns whether `compare` wrote teacher.jsonl; earlier versions wrote no marker, and teacher.json after it."""
+    """Returns whether `compare` wrote teacher.jsonl: earlier versions wrote this file first, and no marker."""
     line = _content(directory / "teacher.jsonl").partition(b"\n")[0]
     return all(f'"{name}": '.encode() in line for name in ("prompt", "response", "ended", "prompt_ids"))
 

@@ -64,7 +64,8 @@ class TeacherRequest:
     def pieces(self, room: int, width: int, dtype: str) -> list[TeacherRequest]:
         """Splits the request if its answer takes more than `room` bytes; else returns the request alone.
 
-        Pieces have at least one row; with a bridge a multiple of PROJECTED_ROWS or the rest. `joined` joins answers.
+        A piece has at least one row; if servers project it, a multiple of PROJECTED_ROWS, or the rest. `joined` joins
+        answers.
         """
         asked, (of_states, of_final) = self.state_request, self.state_request.sizes(width, dtype)
         if of_states + of_final <= room:

@@ -139,7 +139,7 @@ class WeightGroup:
     def opened(self, future: Future | None) -> None:
         """Waits until the group is open, or its opening has failed; then `ended` gives the reason."""
         if future is not None:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, OSError):
                 self._group = future.result()
 
     def send(self, bucket: Bucket | None) -> None:

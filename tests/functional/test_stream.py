@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from golden_runs import metrics
 from lag_cases import GENERATE, requests
-from pool import Pools
+from pool import Pools, WorkerError
 from vllm_engine_cases import make_bench
 from vllm_stand_in import sample, whole_length
 
@@ -106,6 +107,19 @@ def test_steps_take_each_response_once(
     during = [each for each in read_timeline(run) if each.phase in ("teacher", "gradient")]
     samplings = [each for each in read_timeline(run) if each.phase == "sampling"]
     assert any(each.began < work.began < each.ended for each in samplings for work in during)
+    check_a_refused_start_changes_nothing(pools, run, overrides)
+
+
+def check_a_refused_start_changes_nothing(pools: Pools, run: Path, overrides: list[str]) -> None:
+    """The pending responses of the checkpoint are refused before a line of a later step is dropped."""
+    shutil.rmtree(run / "checkpoints" / f"iter_{STEPS:07d}")
+    before = {path.name: path.read_bytes() for path in run.glob("[!.]*") if path.is_file()}
+    assert json.loads(before["metrics.jsonl"].splitlines()[-1])["step"] == STEPS
+    with pytest.raises(WorkerError, match="this run has rollout.mode=exact; expected stream until the end"):
+        pools[2].run(
+            "lag_cases:train", overrides=[*overrides, "rollout.mode=exact", "train.allow_changes=[rollout.mode]"]
+        )
+    assert {path.name: path.read_bytes() for path in run.glob("[!.]*") if path.is_file()} == before
 
 
 def known_ids(settings: list[str]) -> int:

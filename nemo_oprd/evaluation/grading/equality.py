@@ -96,7 +96,7 @@ def _without_label(text: str) -> str:
 
 
 def settle(given: str, answer: str) -> bool | None:
-    """Returns whether two answers in notations that math-verify misreads are equal; None for other answers."""
+    """Returns whether two answers that math-verify would misread are equal; None: not decided here."""
     if given.strip() == answer.strip():
         return None
     time = _same_time(given, answer)
@@ -363,7 +363,7 @@ class Judgement:
 
     Attributes:
         correct: the verdict: `text`, or else `math_verify`.
-        text: whether the two are equal as canonical text, as words or as decimal numbers.
+        text: the verdict before math-verify, by notation, canonical text, word or value.
         math_verify: its verdict; None if it was not used or did not decide within its limits.
         undecided: math-verify was used and did not decide; the comparison as text is then the verdict.
     """

@@ -218,7 +218,7 @@ def extract_number(text: str) -> str | None:
 
     A number is read whole (`numerals.read`): a fraction, a power or `2.5 million` is one number. A marked answer that
     is no number, such as `3\sqrt{2}` or two boxes side by side, gives None. A heading of Markdown that begins with
-    `####` is no mark. If the marked answer is an equation, the number after its last equals sign counts.
+    `####` is no mark. Of a marked calculation, or `x = 5`, the number after the last equals sign counts.
 
     Example: `extract_number("12 + 5 = 17, so $1,017 in all.") == "1,017"`.
     """

@@ -1,8 +1,8 @@
-"""Builds Gemma 2's attention, three parts of Gemma 3, and Gemma 4 with experts, instead of Megatron-Bridge 0.6.2.
+"""Replaces parts that Megatron-Bridge 0.6.2 builds for Gemma 2, Gemma 3, and Gemma 4 with experts.
 
 In Gemma 3, Megatron-Bridge differs from transformers, or allows no second model:
 - The norms behind attention and feed-forward block get Transformer Engine's default epsilon, 1e-5, in place of the
-  config's: this alone causes the tenfold deviation in float32 (`set_epsilon_of_post_norms`).
+  config's: this alone causes a tenfold deviation in float32 (`set_epsilon_of_post_norms`).
 - The scale of the embeddings is multiplied in float32, where transformers rounds it to the weights' type first.
 - Embedding and rotation ask Megatron's global groups, which describe one layout only.
 """

@@ -1,7 +1,7 @@
 """Corrects Megatron-Bridge's reading of a config.json, and translates its weight mappings into this project's form.
 
 Megatron-Bridge names a layer, and within it an expert, by `*`. It has most mappings under several names: Transformer
-Engine's and Megatron's of a norm, grouped and sequential experts. Here every HF tensor has one mapping.
+Engine's or Megatron's norm, grouped or single experts. Here every HF tensor has one mapping.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def massive_activations(
 
     Args:
         batch: rollouts of one teacher.
-        gradient_shares: layer -> its share of the squared gradient, for the numbers.
+        gradient_shares: layer -> its share of the squared gradient, only reported.
     """
     normalized = normalizes_rows(loss.kind)
     errors = layer_errors(squared_errors(distiller, batch, normalized=normalized), batch.objective.layer_weights)

@@ -1,8 +1,8 @@
 """Finds settings that fit the GPUs, near a configuration that does not fit; the fastest come first.
 
 Layouts are searched in two passes, so that the search takes seconds: the teacher's beside the student's smallest one,
-then the student's beside the best of the teacher's. Layouts whose weights alone do not fit are left out before anything
-else is computed. Other settings than layouts and recomputation are tried only where these do not suffice, because what
+then the student's beside the best of the teacher's. Student layouts and pairs whose model states alone do not fit are
+not estimated. Other settings than layouts and recomputation are tried only where these do not suffice, because what
 they cost is not in the estimated seconds: copies of an offloaded teacher, communication of an engine over several GPUs.
 """
 

@@ -94,7 +94,7 @@ def shared_expert_values(spec: ModelSpec, layout: Layout, *, kept: bool = True) 
 
 
 def routed_values(spec: ModelSpec) -> float:
-    """Returns values of two bytes per token of the map from tokens to rows of experts.
+    """Returns the map from tokens to expert rows in two-byte values per token.
 
     Only models that Megatron-Bridge builds have one, for Transformer Engine's kernel: two integers of four bytes per
     expert, and one more.
@@ -443,10 +443,10 @@ def captured_bytes(
     *,
     exact: bool = False,
 ) -> float:
-    """Returns bytes of the rows that the rank at `at` keeps for a wave until it sends them; the most of `teachers`.
+    """Returns bytes of a wave's rows that the rank at `at` keeps until it sends them, for the teacher with the most.
 
     Args:
-        exact: count the rows of this tensor and context rank; otherwise those of the rank with most rows.
+        exact: count this rank's hidden-state rows, otherwise the fullest rank's; output rows are averaged.
     """
     # a rank keeps the rows that it sends: with sequence parallelism those that it holds, otherwise an equal part
     parts = 1 if teacher.sequence else teacher.tensor
@@ -478,7 +478,7 @@ def _wave(work: Workload, student: Layout) -> int:
 def transfer_bytes(work: Workload, student: Layout, teacher: Layout, captured: float, targets: float) -> float:
     """Returns the bytes on a rank while `captured` bytes are sent and `targets` bytes arrive, a few layers at a time.
 
-    What was sent is freed; the layers under way are in memory twice, or three times if they come from another rank.
+    What was sent is freed. Layers under way have two copies more, or three if the two layouts differ.
     """
     each = work.teachers[0]
     rows = _wave(work, student) * work.rows

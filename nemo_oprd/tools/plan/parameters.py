@@ -114,10 +114,10 @@ def delta_net_values(spec: ModelSpec) -> float:
 
 
 def delta_net_backward_values(spec: ModelSpec) -> float:
-    """Returns values per token alive in a delta net's backward pass beside the kept ones; negative: it has freed more.
+    """Returns values per token that a delta net's backward pass adds to the kept ones at its peak; negative: it frees.
 
-    Most are alive in the delta rule: states before each chunk and their gradients, keys, values and gradients of both.
-    The backward passes of the output's gate and norm are done by then.
+    The peak is in the delta rule: the chunks' first states, keys, values, and the gradients of all these. The
+    backward passes of the output's gate and norm are done by then.
     """
     if spec.delta is None:
         return 0.0

@@ -270,7 +270,7 @@ def thd_second_half_lse_correction(*_: Any) -> None:
 
 
 def thd_out_correction(*_: Any) -> None:
-    """Stands in for adding what a partner's keys give to the output in place; does nothing."""
+    """Stands in for adding a partner's share to the output in place; does nothing."""
 
 
 def thd_grad_correction(*_: Any) -> None:

@@ -57,7 +57,7 @@ def interval(metric: str, bounds: tuple[float, float] | list[float] | None) -> s
 
 
 def signed(metric: str, value: float, gap: Difference) -> str:
-    """Formats a part of a difference: shares in percentage points, as many decimals as `gap` needs, such as "+12.5"."""
+    """Formats a difference or a bound of it: shares in percentage points, with `gap`'s decimals, such as "+12.5"."""
     scale, least = (1, 3) if metric.endswith("dist_4g") else (100, 1) if is_share(metric) else (1, 2)
     return f"{scale * value:+.{gap.decimals(scale, least)}f}".replace("-", MINUS)
 

@@ -65,7 +65,7 @@ class Group:
     def open(self) -> Group:
         """Connects to the other members once all of them are present; returns itself.
 
-        RuntimeError if that fails, which ends the transfer for all members.
+        RuntimeError or OSError if it fails; that ends the transfer for all.
         """
         try:
             self._open()

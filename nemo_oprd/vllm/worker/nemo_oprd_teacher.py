@@ -471,7 +471,7 @@ class TeacherExtension:
             worker._nemo_oprd_capture = _Capture(worker)
 
     def nemo_oprd_load_bridge(self, file: dict[str, Any]) -> dict[str, Any]:
-        """Reads the maps of a bridge, a `BridgeFile`; returns its digest, or the error.
+        """Loads a bridge's maps from the fields of a `BridgeFile`; returns {digest} or {error}.
 
         If only one of several workers raised, vLLM would read its error as the answer to a later call.
         """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nemo_oprd.vllm.weight_group import WeightGroup
 from nemo_oprd.vllm.worker import nemo_oprd_group
 from nemo_oprd.vllm.worker.nemo_oprd_buckets import Bucket, receive_all, send
 from nemo_oprd.vllm.worker.nemo_oprd_group import Group, TransferEnded
@@ -124,3 +126,14 @@ def test_who_waits_for_others_to_join_is_told(store: Any) -> None:
 def test_a_deadline_for_joining(store: Any) -> None:
     with pytest.raises(TransferEnded, match="joining took longer than 1 s: a member does not take part"):
         member(store, 0, 1.0, size=2).open()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a member left"), socket.gaierror("no such host")], ids=["member", "host"]
+)
+def test_a_group_that_does_not_open_ends_the_transfer(error: Exception) -> None:
+    """The caller reads the reason in `ended`, and sends nothing; an error would leave the other ranks waiting."""
+    group, future = WeightGroup([], torch.device("cpu")), Future[Group]()
+    future.set_exception(error)
+    group.opened(future)
+    group.send(None)
