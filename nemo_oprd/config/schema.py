@@ -331,12 +331,9 @@ class RepresentationLossConfig:
     "Schedules").
     """
     kind: str = "mse"
-    """mse, normalized_mse, cosine, or MODULE:FUNCTION of your own
-
-    The distance between two hidden states (docs/losses.md).
-    """
+    """the distance between two hidden states: a name that docs/losses.md lists, or MODULE:FUNCTION of your own"""
     kind_args: dict[str, Any] = field(default_factory=dict)
-    """arguments of a function of your own"""
+    """further arguments of the distance"""
     layers: Literal["all", "last", "even", "odd", "none"] | list[int] = "all"
     """supervised student layers, counted from 1
 

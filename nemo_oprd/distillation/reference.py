@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -469,7 +470,9 @@ def _layer_shares(layers: list[int], loss: RepresentationLossConfig) -> dict[int
 
 def row_loss(loss: RepresentationLossConfig) -> RowLoss:
     """Returns the distance [n, D] x 2 -> [n]: this module's definition of a built-in kind, or the user's function."""
-    return DISTANCES.get(loss.kind) or resolve_row_loss(loss.kind, loss.kind_args)
+    if loss.kind in DISTANCES:
+        return partial(DISTANCES[loss.kind], **loss.kind_args)
+    return resolve_row_loss(loss.kind, loss.kind_args)
 
 
 def _mse(ours: torch.Tensor, theirs: torch.Tensor, dim_reduction: str) -> torch.Tensor:
@@ -496,7 +499,7 @@ def _jsd(log_p: torch.Tensor, log_q: torch.Tensor, loss: OutputLossConfig) -> to
 
 
 # the built-in kinds of loss.representation, and those of loss.output that compare whole distributions [n, V] -> [n]
-DISTANCES: dict[str, RowLoss] = {"mse": _mse, "normalized_mse": _normalized_mse, "cosine": _cosine}
+DISTANCES: dict[str, Callable[..., torch.Tensor]] = {"mse": _mse, "normalized_mse": _normalized_mse, "cosine": _cosine}
 WHOLE_VOCABULARY: dict[str, Callable[[torch.Tensor, torch.Tensor, OutputLossConfig], torch.Tensor]] = {
     "full_vocab": lambda log_p, log_q, loss: _kl(log_p, log_q),
     "forward_kl": lambda log_p, log_q, loss: _kl(log_q, log_p),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -302,10 +303,9 @@ def engine_buffers(work: Workload, layout: Layout, *, trains: bool, teaches: boo
     spec, d = work.student, work.student.hidden_size
     sizes = [] if spec.experts is not None and all(spec.experts.sparse) else [spec.ffn_size]
     sizes += [spec.experts.ffn_size] if spec.experts is not None else []
-    shapes = attention_weight_shapes(spec) | {
-        shape for size in sizes for shape in (((2 if spec.gated else 1) * size, d), (d, size))
-    }
-    values = sum(rows * columns for rows, columns in shapes) / layout.tensor
+    split, whole = attention_weight_shapes(spec)
+    split |= {shape for size in sizes for shape in (((2 if spec.gated else 1) * size, d), (d, size))}
+    values = sum(map(math.prod, split)) / layout.tensor + sum(map(math.prod, whole))
     return {
         "cuBLAS workspace": float(streams * CUBLAS_WORKSPACE),
         "unread gradients": values * work.value_bytes if trains else 0.0,

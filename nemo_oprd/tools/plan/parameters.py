@@ -126,9 +126,17 @@ def delta_net_backward_values(spec: ModelSpec) -> float:
     return rule - 4.0 * delta.value_heads * delta.value_channels
 
 
-def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
-    """Returns shapes (outputs, inputs) of the weights of attention, over all tensor ranks; not of latent attention."""
-    d, shapes = spec.hidden_size, set()
+def attention_weight_shapes(spec: ModelSpec) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Returns the shapes (outputs, inputs) of the weights of attention: split over tensor ranks, and whole on each."""
+    d = spec.hidden_size
+    if spec.latent is not None:
+        latent, a = spec.latent, spec.num_heads
+        whole = {(latent.key_rank + latent.rotated, d)}
+        if latent.query_rank:
+            whole.add((latent.query_rank, d))
+        queries = (a * (latent.plain + latent.rotated), latent.query_rank or d)
+        return {queries, (a * (latent.plain + latent.value), latent.key_rank), (d, a * latent.value)}, whole
+    shapes = set()
     for heads in {spec.heads(layer) for layer in range(1, spec.num_layers + 1)}:
         q, channels = spec.num_heads * heads.channels, heads.channels + heads.value_channels
         shapes.add(((2 * q if spec.output_gate else q) + heads.kv * channels, d))
@@ -139,7 +147,7 @@ def attention_weight_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
             spec.delta.value_heads * spec.delta.value_channels,
         )
         shapes |= {(2 * keys + 2 * values + 2 * spec.delta.value_heads, d), (d, values)}
-    return shapes
+    return shapes, set()
 
 
 def capped_score_bytes(spec: ModelSpec, tensor: int, *, backward: bool) -> float:

@@ -15,7 +15,7 @@ from examples.own_loss import huber
 from nemo_oprd.config.loading import load_config, to_yaml
 from nemo_oprd.distillation import reference
 from nemo_oprd.losses.output_loss import OutputLoss
-from nemo_oprd.losses.registry import DIVERGENCES, ROW_LOSSES, resolve_divergence, resolve_row_loss
+from nemo_oprd.losses.registry import DIVERGENCES, ROW_LOSSES, RowLossEntry, resolve_divergence, resolve_row_loss
 
 MODELS = ["student.hf_path=a", "teacher.hf_path=b"]
 KIND = "loss.representation.kind"
@@ -35,6 +35,8 @@ def test_built_in_row_losses_pass_the_trial(kind: str) -> None:
 
 def test_the_reference_has_a_definition_of_every_built_in_kind() -> None:
     assert reference.DISTANCES.keys() == ROW_LOSSES.keys()
+    for kind, entry in ROW_LOSSES.items():
+        assert tuple(inspect.signature(reference.DISTANCES[kind]).parameters)[3:] == entry.arguments
     assert {"sampled_token", "top_k"} | reference.WHOLE_VOCABULARY.keys() == DIVERGENCES.keys()
 
 
@@ -50,6 +52,16 @@ def test_a_function_of_ones_own() -> None:
     torch.testing.assert_close(loss(A, B, "sum"), expected.sum(-1))
     torch.testing.assert_close(loss(A, B, "mean"), expected.mean(-1))
     assert huber(A, B, "sum").allclose(torch.nn.functional.huber_loss(A, B, reduction="none").sum(-1))
+
+
+def test_the_reference_gives_a_built_in_kind_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No built-in kind has arguments yet; this is one that has."""
+    monkeypatch.setitem(ROW_LOSSES, "huber", RowLossEntry("examples.own_loss:huber", arguments=("delta",)))
+    monkeypatch.setitem(reference.DISTANCES, "huber", huber)
+    given = [f"{KIND}=huber", "loss.representation.kind_args.delta=0.5"]
+    value = reference.row_loss(load_config("verify", [*MODELS, *given]).loss.representation)(A, B, "mean")
+    expected = torch.nn.functional.huber_loss(A, B, delta=0.5, reduction="none").mean(-1)
+    torch.testing.assert_close(value, expected)
 
 
 def test_the_reference_calls_the_users_function_in_its_own_dtype() -> None:

@@ -60,7 +60,10 @@ def test_the_number_of_parameters_is_that_of_the_published_model() -> None:
 )
 def test_formulas_count_the_parameters_of_the_weight_mappings(hf_config: dict[str, Any]) -> None:
     spec = parse_model_spec(hf_config)
-    assert model_parameters(spec) == sum(math.prod(shape) for _, _, shape in mapped_shapes(spec))
+    shapes = mapped_shapes(spec)
+    assert model_parameters(spec) == sum(math.prod(shape) for _, _, shape in shapes)
+    of_attention = {shape for _, name, shape in shapes if "self_attention.linear" in name and len(shape) == 2}
+    assert attention_weight_shapes(spec) == (of_attention, set())
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
@@ -103,11 +106,16 @@ def test_caches_and_attention_of_other_kinds_of_layers() -> None:
     assert all_attention_flops(nets, 3, 100) == all_attention_flops(nets, 3, 5000)
     # product 112 + 8 heads' two numbers, keys 32, again for 4 heads 64, values, rule, norm and gated 160, gate 160
     assert delta_net_values(nets) == (2 * 16 + 2 * 40 + 8) + 2 * 16 + 2 * 32 + 4 * 40 + 4 * 40 + 4 * 64 + 4 * 12
-    assert attention_weight_shapes(nets) == {(2 * 64 + 2 * 32, 64), (64, 64), (2 * 16 + 2 * 40 + 8, 64), (64, 40)}
+    of_nets = {(2 * 64 + 2 * 32, 64), (64, 64), (2 * 16 + 2 * 40 + 8, 64), (64, 40)}
+    assert attention_weight_shapes(nets) == (of_nets, set())
 
     latent = replace(plain, latent=LatentAttention(24, 16, 12, 8, 20, 1e-6, 0.2))
     assert cache_bytes_per_token(latent, 1, 2) == cache_bytes_per_token(latent, 2, 2) == 4 * (16 + 8) * 2
     assert all_attention_flops(latent, 4, 1000) == 4 * 2 * 4 * (12 + 8 + 20) * 500
+    keys_and_out = {(4 * (12 + 20), 16), (64, 4 * 20)}
+    assert attention_weight_shapes(latent) == ({(4 * (12 + 8), 24)} | keys_and_out, {(24, 64), (16 + 8, 64)})
+    direct = replace(latent, latent=replace(latent.latent, query_rank=0))
+    assert attention_weight_shapes(direct) == ({(4 * (12 + 8), 64)} | keys_and_out, {(16 + 8, 64)})
 
 
 def test_the_shared_expert_and_the_places_of_tokens() -> None:
