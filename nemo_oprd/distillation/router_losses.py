@@ -48,7 +48,6 @@ class RouterTerm:
     """The routers' part of an update: layers, counted tokens and loss weights."""
 
     experts: int
-    per_token: int
     layers: tuple[int, ...]  # the layers with experts that the losses of the update reach, ascending, 1-based
     lengths: np.ndarray  # int64 [responses], for each response how many of its tokens count, from the first one on
     aux: float  # the factor of the load-balancing loss in the total loss
@@ -69,9 +68,7 @@ class RouterTerm:
         if plan.output is not None and objective.output is not None and not objective.output.only_watched:
             lengths = np.maximum(lengths, plan.output.table.needed_tokens(num_responses))
         reached = [layer for layer in range(1, objective.reached_depth + 1) if run.student.is_sparse(layer)]
-        return RouterTerm(
-            experts.count, experts.per_token, tuple(reached), lengths, *run.router_weights, run.replays_routes
-        )
+        return RouterTerm(experts.count, tuple(reached), lengths, *run.router_weights, run.replays_routes)
 
     @property
     def tokens(self) -> int:
@@ -159,7 +156,7 @@ class RouterLosses:
         return inject_gradient(logits[:, None], self.rows, loss, keep_rows=True)[:, 0]
 
     @torch.no_grad()
-    def routed(self, layer: int, logits: torch.Tensor, experts: torch.Tensor) -> None:
+    def routed(self, layer: int, logits: torch.Tensor, experts: torch.Tensor, own: torch.Tensor) -> None:
         """Measures a layer in the first pass of the microbatch."""
         if layer in self.measured or layer not in self.term.layers:
             return
@@ -169,8 +166,7 @@ class RouterLosses:
         if self.recorded is not None:
             recorded = self.recorded[layer][self.rows].long()
             known = recorded[:, 0] >= 0
-            own = p.topk(self.term.per_token, dim=-1).indices
-            differs = (own.sort(-1).values != recorded.sort(-1).values).any(-1)
+            differs = (own[self.rows].sort(-1).values != recorded.sort(-1).values).any(-1)
             compared, changed = known.sum().double(), (known & differs).sum().double()
         sums = [
             torch.full((), len(self.rows), dtype=torch.float64, device=logits.device),

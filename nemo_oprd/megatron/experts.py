@@ -134,10 +134,15 @@ class Router(TopKRouter):
         observer = None if routes is None else routes.observer
         if observer is not None:
             logits = observer.at_router(layer, logits)
-        choose = None if routes is None else functools.partial(_choice, routes, layer)
+        own: list[torch.Tensor] = []
+
+        def choose(best: torch.Tensor) -> torch.Tensor:
+            own.append(best)
+            return best if routes is None else _choice(routes, layer, best)
+
         weights, experts = route(logits, self.rule, bias=getattr(self, "expert_bias", None), choose=choose)
         if observer is not None:
-            observer.routed(layer, logits.detach(), experts)
+            observer.routed(layer, logits.detach(), experts, own[0])
         where = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
         return torch.zeros_like(logits).scatter(1, experts, weights), where
 

@@ -18,8 +18,8 @@ class RouterObserver(Protocol):
         """Gets the router's logits [N, E]; returns those by which the tokens are routed."""
         ...
 
-    def routed(self, layer: int, logits: torch.Tensor, experts: torch.Tensor) -> None:
-        """Gets detached logits [N, E] and the experts int64 [N, K] that the tokens visit."""
+    def routed(self, layer: int, logits: torch.Tensor, experts: torch.Tensor, own: torch.Tensor) -> None:
+        """Gets detached logits [N, E], the experts int64 [N, K] that the tokens visit, and the router's own choice."""
         ...
 
 

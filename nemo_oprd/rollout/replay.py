@@ -166,6 +166,11 @@ def _parse(line: bytes, where: str, vocab_size: int, teacher: TeacherLimits | No
             f"{where}: response_mask has {len(mask)} entries for {len(record['response_ids'])} response tokens; "
             "expected one 0 or 1 per response token"
         )
+    for name in ("data_source", "finish_reason"):
+        if not isinstance(record.get(name), str | None):
+            raise ValueError(
+                f"{where}: {name}={str(record[name])[:60]}; expected text: write a string, or leave it out"
+            )
     _check_sampling(record, where)
     _check_teacher(record, where, teacher)
     parsed = {"expert_routes": parse_routes(record, where), "weight_versions": _spans(record, where)}

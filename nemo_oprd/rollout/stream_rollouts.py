@@ -133,9 +133,14 @@ class StreamSampler(RolloutSampler):
                 digest than the known one of the same step, or the JSON file is damaged.
         """
         file, done = directory / STREAM_FILE, self.first_step
-        told: dict[str, Any] | None = first_ranks(json.loads(file.read_text()) if file.exists() else None)
+        told = first_ranks(_read_places(file))
         if told is None:  # a run in which every step took its own group
             return
+        if not told:
+            raise ValueError(
+                f"{file} is damaged; expected the responses that no step had taken: remove this checkpoint, so that "
+                "the run resumes from the one before it"
+            )
         wanted = stream_settings(self.config)
         if told["settings"] != wanted:
             raise ValueError(
@@ -224,6 +229,17 @@ class StreamSampler(RolloutSampler):
             self._pool[place] = self.schedule.grown(self._pool[place], found[i])
         if new:
             self._unchecked.append([found[i] for i in new])
+
+
+def _read_places(file: Path) -> dict[str, Any] | None:
+    """Returns the content of the JSON file of `write_pending`; {} if it is damaged, None without the file."""
+    try:
+        told = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) and {"settings", "groups", "places"} <= told.keys() else {}
 
 
 def _tokens_file(directory: Path) -> Path:

@@ -108,7 +108,7 @@ class Client:
         while True:
             await asyncio.sleep(LEASE_S / 6)
             with suppress(ServerDied, ServerRefused):  # the next call to the server reports that
-                await self.post(server, RENEW, timeout=CALL_TIMEOUT_S)
+                await self.post(server, RENEW, timeout=LEASE_S / 6)  # so that a renewal that hangs leaves time for more
 
     async def post(
         self,
@@ -146,14 +146,20 @@ class Client:
         )
 
     async def post_watched(
-        self, server: Server, path: str, body: Any = None, *, timeout: float = CALL_TIMEOUT_S
+        self,
+        server: Server,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: float = CALL_TIMEOUT_S,
+        read: Callable[[bytes], Any] = json.loads,
     ) -> Any:
         """Calls `post` for a long call; raises ServerDied as soon as a health check finds the server dead.
 
         An API server whose engine dies during a call may never answer it, because it does not exit before all
         connections are closed.
         """
-        call = asyncio.ensure_future(self.post(server, path, body, timeout=timeout))
+        call = asyncio.ensure_future(self.post(server, path, body, timeout=timeout, read=read))
         watch = asyncio.ensure_future(self.watch(server))
         try:
             await asyncio.wait((call, watch), return_when=asyncio.FIRST_COMPLETED)

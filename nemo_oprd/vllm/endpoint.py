@@ -21,6 +21,7 @@ from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, RUN, read_tokens
 logger = logging.getLogger(__name__)
 
 UNIX = "unix://"
+_LONGEST_SOCKET_PATH = 107  # bytes, of Linux
 # limit of one health check in `wait_for_servers`, which then checks the other servers before it tries again
 _ANSWER_S = 10.0
 # a file in a run directory: a secret of mode 0600, by which endpoints recognise a later start of the run
@@ -105,14 +106,14 @@ def check_endpoints(
     Args:
         key, group: the configuration key of `urls`, and the group that has `token_file`.
     """
-    for url in urls:
-        parts = urlsplit(url)
-        is_socket = url.startswith(f"{UNIX}/")
-        if not is_socket and (parts.scheme not in ("http", "https") or not parts.hostname):
+    for number, url in enumerate(urls):
+        if not _is_address(url):
             given = "an address with an @ (not shown)" if "@" in url else repr(url)  # a password may stand before it
             raise ValueError(
                 f"{key}: {given} is not the address of a server; expected e.g. http://127.0.0.1:8000 or unix:///PATH"
             )
+        if url.rstrip("/") in [earlier.rstrip("/") for earlier in urls[:number]]:
+            raise ValueError(f"{key}: address {number + 1} is there twice; expected each server once: remove one")
     if urls and token_file is None:
         raise ValueError(
             f"{key}={urls} without {group}.token_file; expected the file with the servers' "
@@ -123,6 +124,18 @@ def check_endpoints(
             read_tokens(str(token_file))
         except ValueError as error:
             raise ValueError(f"{group}.token_file={error}") from None
+
+
+def _is_address(url: str) -> bool:
+    """Returns whether a client can call the address."""
+    if url.startswith(f"{UNIX}/"):
+        return len(os.fsencode(url.removeprefix(UNIX))) <= _LONGEST_SOCKET_PATH
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError unless it is a number of a port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def wait_for_servers(key: str, urls: list[str], limit_s: float) -> None:
@@ -141,13 +154,15 @@ def wait_for_servers(key: str, urls: list[str], limit_s: float) -> None:
     missing, client, over = list(urls), Client(), threading.Event()
 
     def look() -> None:
-        while missing and not over.is_set():
-            for number, url in enumerate(list(missing)):
-                if client.run(client.is_healthy(Endpoint(number, 1, url=url), timeout=_ANSWER_S)):
-                    missing.remove(url)
-            if missing:
-                over.wait(READY_EVERY_S)
-        client.close()
+        try:
+            while missing and not over.is_set():
+                for number, url in enumerate(list(missing)):
+                    if client.run(client.is_healthy(Endpoint(number, 1, url=url), timeout=_ANSWER_S)):
+                        missing.remove(url)
+                if missing:
+                    over.wait(READY_EVERY_S)
+        finally:
+            client.close()
 
     def what() -> str:
         return (

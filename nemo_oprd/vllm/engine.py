@@ -122,7 +122,7 @@ class VllmEngine(Generates):
         if self._any_sleeps:
             transport.release()
         self._give(weights, step)
-        self.weights = Weights(step, digest_in(self._version))
+        self.weights = Weights(step, digest_in(self._version) or None)  # None after a signal: no server has them
         self._asleep = 0
 
     def load(self, read: TensorReader, source: str) -> None:

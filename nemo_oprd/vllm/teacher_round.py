@@ -169,7 +169,8 @@ class Prefetcher:
     async def _request(self, early: _Early, request: TeacherRequest, server: Server) -> None:
         async with self._slots:
             try:
-                await self._client.post(server, GENERATE, request.body(), timeout=self._limit_s, read=bytes)
+                body, limit_s = request.body(), self._limit_s
+                await self._client.post_watched(server, GENERATE, body, timeout=limit_s, read=bytes)
             except (ServerDied, ServerRefused):
                 return  # the round that needs the answer requests it again, and reports the error
             early.ended = time.time()

@@ -57,7 +57,7 @@ class UpdateCalls:
     response_timeout: float
     _joined: set[int] = field(default_factory=set)  # servers that have a transport
     _begun: set[int] = field(default_factory=set)  # servers with an update that has begun and received nothing
-    _broken: set[int] = field(default_factory=set)  # servers with an update that failed while they received it
+    _broken: set[int] = field(default_factory=set)  # servers with an update that is not finished
 
     @property
     def _client(self) -> Client:
@@ -130,6 +130,8 @@ class UpdateCalls:
 
     async def settle(self, server: Server) -> None:
         """Waits until the server is healthy, and lets it give its GPU memory back."""
+        if server.is_ready:
+            return  # it sleeps since an earlier try, in which another server died
         await self._prove(server)
         await self._client.post_watched(server, "/sleep?level=2&mode=wait")
 
@@ -148,9 +150,8 @@ class UpdateCalls:
         await self._load(server, {}, RECEIVE_TIMEOUT_S)
 
     async def _load(self, server: Server, info: dict[str, Any], timeout: float) -> None:
-        self._broken.add(server.number)  # until it succeeds: workers may be in the middle of it
+        self._broken.add(server.number)  # until `finish`: another server's failure may end the update before
         await self._client.post_watched(server, "/update_weights", {"update_info": info}, timeout=timeout)
-        self._broken.discard(server.number)
 
     async def finish(self, server: Server, digest: str, version: str) -> None:
         """Compares the digests of all workers, and lets the server sample from the weights."""
@@ -171,6 +172,7 @@ class UpdateCalls:
                 )
         body = {"weight_version": version}
         await self._client.post_watched(server, "/finish_weight_update", body, timeout=LOAD_TIMEOUT_S)
+        self._broken.discard(server.number)
         if self.places[server.number].sleeps:
             await self._client.post_watched(server, "/wake_up?tags=kv_cache")
         await self._client.post_watched(server, "/resume")

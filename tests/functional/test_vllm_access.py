@@ -331,6 +331,7 @@ class TestEndpoint:
 
         async def noting(to: Any, path: str, body: Any = None, *, timeout: float) -> Any:
             asked.append(path)
+            assert path != nemo_oprd_middleware.RENEW or timeout < 0.3, "a renewal that hangs would lose the lease"
             return await post(to, path, body, timeout=timeout)
 
         monkeypatch.setattr(idle, "post", noting)

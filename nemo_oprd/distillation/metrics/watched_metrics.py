@@ -30,7 +30,7 @@ class WatchedMetrics:
             return None
         drawn = None
         if config.is_off:
-            loss = OutputLoss("full_vocab", config.k, config.temperature)
+            loss = OutputLoss("full_vocab", config.k, config.temperature, support=config.support)
             rows = logging.output_metrics_rows
             drawn = OutputTerm(loss, 0.0, "token_mean", config.chunk_tokens, True, drawn_rows=rows, draw_key=(seed,))
         return WatchedMetrics(logging.output_metrics_every, drawn)

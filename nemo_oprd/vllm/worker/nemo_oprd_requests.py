@@ -207,7 +207,8 @@ class AnswerFolder:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
         except FileNotFoundError:
             return None
-        os.unlink(name, dir_fd=self._folder)
+        with suppress(FileNotFoundError):  # another rank takes it at the same time
+            os.unlink(name, dir_fd=self._folder)
         return file
 
     def take(self, name: str) -> tuple[dict[str, Any], bytearray] | None:

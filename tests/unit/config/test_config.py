@@ -334,6 +334,12 @@ def test_an_address_without_its_scheme_is_not_quoted() -> None:
     assert PASSWORD not in str(e.value)
 
 
+@pytest.mark.parametrize("url", ["http://node7:abc", "http://node7:80000", "http://[::1", f"unix:///{'a' * 107}"])
+def test_an_address_that_no_client_can_call(url: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout.vllm.endpoints: .* is not the address of a server; expected e.g."):
+        check_endpoints([url], None)
+
+
 @pytest.mark.parametrize("text", ["defaults\n  - quickstart\n", "- defaults\n"])
 def test_a_file_that_is_no_mapping_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(text)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from nemo_oprd.batch.token_table import PROFILE_BINS, make_rows
 from nemo_oprd.batch.types import Rollout
+from nemo_oprd.config.schema import LoggingConfig, OutputLossConfig
 from nemo_oprd.distillation.hidden_state_loss import (
     LAYER_METRICS,
     LAYER_SUMS,
@@ -18,7 +19,9 @@ from nemo_oprd.distillation.hidden_state_loss import (
     position_gap,
 )
 from nemo_oprd.distillation.metrics.step_metrics import NamedSums
+from nemo_oprd.distillation.metrics.watched_metrics import WatchedMetrics
 from nemo_oprd.distillation.sampling_check import drift_metrics
+from nemo_oprd.losses.output_loss import Support
 
 
 def test_all_sums_travel_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +103,11 @@ def test_what_is_summed_per_layer() -> None:
     expected = {"loss": 1.0, "cosine_similarity": 1.6, "squared_error": 17.0, "squared_target": 10.0}
     assert sums == pytest.approx({**expected, "norm_ratio": 5 / 3 + 2})
     assert set(sums) < set(LAYER_SUMS)
+
+
+@pytest.mark.parametrize("support", ["student", "teacher", "union", "intersection"])
+def test_watched_metrics_measure_the_configured_support(support: Support) -> None:
+    """As the metrics of an output loss with the same settings do."""
+    loss, logging = OutputLossConfig(k=4, support=support), LoggingConfig(output_metrics_every=1)
+    watched = WatchedMetrics.build(loss, logging, seed=0)
+    assert watched is not None and watched.drawn is not None and watched.drawn.loss.support == support

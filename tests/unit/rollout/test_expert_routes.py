@@ -18,7 +18,7 @@ from nemo_oprd.batch.types import Rollout
 from nemo_oprd.distillation.metrics.injection_counts import CaptureError
 from nemo_oprd.distillation.metrics.step_metrics import RouterMetrics
 from nemo_oprd.distillation.router_losses import RouterLosses, RouterTerm
-from nemo_oprd.megatron.experts import Router
+from nemo_oprd.megatron.experts import Router, route
 from nemo_oprd.megatron.router_replay import Routes
 from nemo_oprd.models import parse_model_spec
 from nemo_oprd.models.architecture import Experts
@@ -103,8 +103,27 @@ def test_a_router_replays_what_is_recorded_and_chooses_for_itself_elsewhere() ->
     assert made.routing(logits)[1].tolist() == [[True, True, False]] * 2 + [[False, True, True]]
 
 
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_router_that_visits_what_was_recorded_has_changed_no_route(replays: bool) -> None:
+    """Its own choice counts, which a bias and groups of experts decide, too, and not the largest logits alone."""
+    generator = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(50, 8, generator=generator), torch.linspace(0, 3, 8)
+    rule = Experts(8, 2, 8, True, (True,), score="sigmoid", groups=4, chosen_groups=2)
+    own = route(logits, rule, bias=bias)[1]
+    assert (own.sort(-1).values != logits.topk(2).indices.sort(-1).values).any(-1).sum() > 10
+    recorded = {1: own.to(torch.int16)}
+    recorded[1][:5] = recorded[1][:5].roll(1, -1)  # in another order: the same set
+    recorded[1][5:7, 0] = torch.tensor([next(i for i in range(8) if i not in row) for row in own[5:7].tolist()])
+    term = RouterTerm(8, (1,), np.array([50]), 0.0, 0.0, replay=replays)
+    seen = RouterLosses(term, torch.arange(50), recorded)
+    made: Any = types.SimpleNamespace(rule=rule, expert_bias=bias, layer_number=1)
+    made.routes = Routes(recorded if replays else None, seen)
+    types.MethodType(Router.routing, made)(logits.view(50, 1, 8))
+    assert RouterMetrics.from_sums(seen.sums["routers"], term).named["moe/route_changed"] == pytest.approx(2 / 50)
+
+
 def test_a_token_that_a_router_has_not_seen_ends_the_run() -> None:
-    term = RouterTerm(2, 1, (3,), np.array([4, 1]), 0.5, 0.0, replay=False)
+    term = RouterTerm(2, (3,), np.array([4, 1]), 0.5, 0.0, replay=False)
     # visits 3 : 2, sums of probabilities 3.5 and 1.5, then tokens, entropy, z, changed, compared
     sums = torch.tensor([[3.0, 2.0, 3.5, 1.5, 5.0, 2.0, 20.0, 1.0, 4.0]], dtype=torch.float64)
     assert len(RouterLosses.SUMS) == 5

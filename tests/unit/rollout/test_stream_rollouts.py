@@ -246,6 +246,14 @@ def test_another_mode_is_refused_and_the_other_way_round_goes_on(tmp_path: Path)
     assert len(prompts_of(after)) == (STEPS - 2) * SIZE
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"places": []}', "\xff"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / STREAM_FILE).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / STREAM_FILE).write_bytes(content.encode("latin1"))
+    with pytest.raises(ValueError, match=f"{STREAM_FILE} is damaged; expected .* remove this checkpoint"):
+        sampler(SlowEngine(2), tmp_path, 2).read_pending(tmp_path)
+
+
 def test_places_are_plain_json(tmp_path: Path) -> None:
     made = sampler(SlowEngine(), tmp_path)
     taken_of(made, range(1))

@@ -94,6 +94,23 @@ def test_a_file_is_whole_or_absent_and_taken_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["socket"]
 
 
+def test_two_ranks_may_take_the_same_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal sequences have one answer; here another rank removes its name after this one has opened it."""
+    tmp_path.chmod(0o700)
+    folder, open_file = AnswerFolder(str(tmp_path)), os.open
+    folder.write(NAME, {"a": 1}, b"12")
+
+    def open_and_lose(name: str, *args: Any, **more: Any) -> int:
+        file = open_file(name, *args, **more)
+        if name == NAME:
+            (tmp_path / NAME).unlink()
+        return file
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    assert folder.take(NAME) == ({"a": 1}, bytearray(b"12"))
+    assert folder.take(NAME) is None
+
+
 def test_files_are_written_in_the_folder_alone(tmp_path: Path) -> None:
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     inside.mkdir(mode=0o700)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from array import array
 from collections.abc import Iterator
@@ -138,3 +139,25 @@ def test_what_nobody_took_is_removed(client: Posting, folder: AnswerFolder, tmp_
     prefetcher.forget(1, folder)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {named(each).state_request.name for each in REQUESTS[1:3]}
+
+
+class Hanging(Posting):
+    """A client of a server whose engine is gone: it answers nothing, and its health says so."""
+
+    async def post(self, server: Server, path: str, body: Any = None, **_: Any) -> Any:
+        """See `Client`."""
+        await asyncio.sleep(5)
+        raise AssertionError("nobody looked at the server's health")
+
+    async def watch(self, server: Server) -> str:
+        """See `Client`."""
+        return "it is not well"
+
+
+def test_a_server_that_hangs_is_given_up() -> None:
+    client = Hanging()
+    prefetcher = made(client, 9)
+    prefetcher.offer(1, REQUESTS, SERVERS)
+    prefetcher.settle()
+    assert prefetcher.used == 0
+    client.close()

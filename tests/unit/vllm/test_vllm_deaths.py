@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_oprd.data.token_ids import TokenIds
-from nemo_oprd.vllm import client, weight_transfer
+from nemo_oprd.rollout.engine import Weights
+from nemo_oprd.rollout.schedule import WeightDigests
+from nemo_oprd.runtime.signals import StoppedWaiting
+from nemo_oprd.vllm import client, engine, weight_transfer
 from nemo_oprd.vllm.client import Client
 from nemo_oprd.vllm.fleet import Fleet
 from nemo_oprd.vllm.placement import ServerPlacement
@@ -125,6 +130,73 @@ def test_waiting_for_responses_of_somebody_else_is_no_death(
         http.shutdown()
         http.server_close()
     assert ("samples for somebody else" in caplog.text) is not own
+
+
+class Recording:
+    """In place of a client: the names of all calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def post_watched(self, server: Server, path: str, body: Any = None, **_: Any) -> Any:
+        self.calls.append(path)
+
+    async def call_workers(self, server: Server, name: str, **_: Any) -> Any:
+        self.calls.append(name)
+        return [{"digest": "d", "tensors": 1}]
+
+    async def watch(self, server: Server) -> str:
+        await asyncio.sleep(3600)
+        return ""
+
+    post = post_watched
+
+
+def recorded(transport: Any = "file", *, sleeps: bool = False) -> tuple[UpdateCalls, Recording, Server]:
+    client, server = Recording(), Server(0, 1, is_ready=True)
+    places = [ServerPlacement(0, 0, 1, transport, sleeps=sleeps)]
+    return UpdateCalls(Fleet(60.0, client=client), places, 1, lambda *_: None, 60.0), client, server  # type: ignore
+
+
+def test_an_update_that_was_not_finished_is_given_up_before_the_next() -> None:
+    """Although this server has loaded all of it: another server's failure ended it. vLLM would refuse a second one."""
+    calls, client, server = recorded()
+
+    async def retried() -> None:
+        await calls.prepare(server)
+        await calls.update(server, {})
+        calls.updates_begin()
+        await calls.prepare(server)
+        await calls.update(server, {})
+        await calls.finish(server, "d", "1-d")
+        calls.updates_begin()
+        await calls.prepare(server)
+
+    asyncio.run(retried())
+    starts = [at for at, name in enumerate(client.calls) if name == "/start_weight_update"]
+    assert [client.calls[at - 1] == "nemo_oprd_give_up" for at in starts] == [False, True, False]
+
+
+def test_a_server_that_sleeps_is_left_asleep() -> None:
+    """Where another server died while both started; without weights and cache this one could answer no request."""
+    calls, client, server = recorded("ipc", sleeps=True)
+    asyncio.run(calls.settle(server))
+    assert client.calls == []
+
+
+def test_weights_that_no_server_has_have_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal ended the wait for the servers: responses of an interrupted run keep their digest, and their file."""
+    made = object.__new__(engine.VllmEngine)
+    made._any_sleeps, made._push = False, SimpleNamespace(push=stopped)  # type: ignore[assignment]
+    made.update_weights(list, 3)
+    assert made.weights == Weights(3)
+    digests = WeightDigests()
+    digests.note(made.weights.steps, made.weights.digest, "this run")
+    digests.note(3, "abc", "pending.safetensors")
+
+
+def stopped(*_: Any) -> str:
+    raise StoppedWaiting("SIGTERM")
 
 
 @pytest.mark.parametrize(("reason", "finished"), [("stop", True), ("length", False)])
