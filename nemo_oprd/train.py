@@ -15,11 +15,13 @@ a role that it does not have take part in the transfers and return None.
     validation sets                   run/validation.py
     checkpoints                       run/checkpointer.py says when, training_state.py writes and loads them
     metrics, and times of all phases  run/step_recorder.py, metrics_log.py, timeline.py
+    a first gradient, of random ids   distillation/gradient_check.py
     signals, locks, dead ranks        runtime/
 
-Before the loop, a start has stages, each made from the one before it; the top of `run/preflight.py` lists them with
-their checks: `Config`; `RunSpec`, what the run is (`run/resolve.py`); `RunInputs`, what it reads (`run/inputs.py`), a
-`RunPlan` of the models among it (`run/models.py`); and `TrainingRun`, its parts (`run/start.py`).
+The command comes here by `commands/train.py`, which loads the `Config` and makes the checks of `preflight`. Before the
+loop, a start has stages, each made from the one before it; the top of `run/preflight.py` lists them with their checks:
+`Config`; `RunSpec`, what the run is (`run/resolve.py`); `RunInputs`, what it reads (`run/inputs.py`), a `RunPlan` of
+the models among it (`run/models.py`); and `TrainingRun`, its parts (`run/start.py`).
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ def train(config: Config | RunSpec) -> None:
         config: or the result of `preflight` for it, if the caller has that.
 
     Raises:
-        ValueError: bad configuration, models or data, before anything expensive starts; or `train.stop_after_skipped`
-            steps in a row with an update whose loss or gradient is not finite.
+        ValueError: bad configuration, models or data, before anything expensive starts; an engine, teacher or server
+            that turns out wrong later; or `train.stop_after_skipped` steps in a row with an update whose loss or
+            gradient is not finite.
+        CaptureError: a layer did not get its gradient exactly once.
         Stopped: a signal asked the process to stop; the run has saved what it had made, and can be resumed.
     """
     spec = config if isinstance(config, RunSpec) else preflight(config, world_size(), "train")

@@ -59,7 +59,7 @@ def origin(options: argparse.Namespace) -> Origin:
 
 
 def run_of(options: argparse.Namespace, *, against_reference: bool = False) -> RunSpec:
-    """Returns the run of this command, after the checks of `preflight`, which need neither torch nor weights.
+    """Returns the run of this command, after the checks of `preflight`, which read no weights.
 
     Raises:
         ValueError: as `config_of` and `preflight`.

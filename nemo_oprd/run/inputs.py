@@ -103,7 +103,7 @@ class RunInputs:
 
 
 def input_checks(command: Command, config: Config) -> Iterator[Check[RunInputs]]:
-    """Yields the checks of the third stage of a start that this command needs, in order."""
+    """Yields the checks of `RunInputs` that this command needs, in order."""
     samples = config.rollout.replay is None
     if command == "doctor":  # the other commands make these in `run_checks`, before those of files
         yield Check("engine", lambda inputs: check_engine(config, inputs.files.student.spec))

@@ -291,7 +291,7 @@ def build_distiller(plan: RunPlan, *, trainable: bool = True) -> Distiller:
     Raises:
         ValueError: weights do not fit their model, a checkpoint is damaged, or a server is missing or wrong.
     """
-    wait_for_endpoints(plan.spec.config)
+    wait_for_endpoints(plan.spec.config)  # for callers that have not, and have not joined yet
     init_distributed()
     if is_first_rank():
         for note in plan.spec.models.notes:

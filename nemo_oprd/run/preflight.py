@@ -1,15 +1,16 @@
-"""The first two stages of a start: the request, and the run. Only `check_promise` and a user's grader import torch.
+"""The stages of a start with their tables of checks; here are those of `StartRequest` and `RunSpec`.
 
     stage         made by                   from                             its checks, in order
-    Config        config/loading.py         YAML files, overrides            config/schema.py (keys, groups), checks.py
+    Config        config/loading.py         YAML files, overrides            config/schema.py, config/checks.py
     StartRequest  preflight.py              Config, ranks, command           config_checks
     RunSpec       resolve.py: derive        StartRequest, config.json files  run_checks
     RunInputs     inputs.py: read_inputs    RunSpec                          input_checks
-    TrainingRun   start.py: start_training  RunInputs                        none: it builds
+    TrainingRun   start.py: start_training  RunInputs                        what it builds refuses while it is built
 
-`derive` and the parts of `RunInputs` raise, too, what they cannot derive or read. `evaluate` has
-`SamplingSpec` with `sampling_checks`, and `EvaluationInputs` with `EVALUATION_CHECKS` (evaluate.py), in place of the
-last three. `preflight` stops at the first check that fails; `refused_start` returns all refusals, for `doctor`.
+`derive` and the parts of `RunInputs` raise, too, what they cannot derive or read. `evaluate` has `SamplingSpec` with
+`sampling_checks` in place of `RunSpec`, and `EvaluationInputs` with `EVALUATION_CHECKS` (evaluate.py) in place of the
+rest. `preflight` stops at the first check that fails; `refused_start` returns all refusals, for `doctor`. Only
+`check_promise`, the last check of `run_checks`, and a user's grader import torch.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ _WITHOUT_LAUNCH: tuple[Command, ...] = ("plan", "rehearse")  # they start nothin
 
 @dataclass(frozen=True)
 class StartRequest:
-    """The first stage of a start: a command, its configuration and its number of ranks.
+    """A command, its configuration and its number of ranks.
 
     Attributes:
         ranks: the number of ranks of the job.
@@ -166,7 +167,7 @@ class StartRequest:
 
 
 def config_checks(request: StartRequest) -> Iterator[Check[StartRequest]]:
-    """Yields the checks of the first stage that this command needs, in order."""
+    """Yields the checks of a `StartRequest` that this command needs, in order."""
     evaluates = request.command == "evaluate"
     trains = request.command in _TRAIN
     if trains or request.command in _WITHOUT_LAUNCH:

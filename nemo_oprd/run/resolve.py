@@ -1,7 +1,8 @@
 """Derives a run from a configuration and a number of ranks: models, layer pairs, the teachers' routing and layouts.
 
-`preflight` calls `derive` and makes all checks; `resolve` is `derive` with the `LAYOUT_CHECKS` alone. Later stages take
-architectures and layouts from here. No torch is imported and no weights are read: a mistake shows within a second.
+`preflight` calls `derive` and makes the checks of a `RunSpec`; `resolve` is `derive` with the `LAYOUT_CHECKS` alone.
+Later stages take architectures and layouts from here. No torch is imported and no weights are read: a mistake shows
+within a second.
 """
 
 from __future__ import annotations
@@ -155,7 +156,11 @@ def resolve(config: Config, world_size: int, *, fitting: bool = False) -> RunSpe
 
 
 def derive(config: Config, world_size: int, *, fitting: bool = False) -> RunSpec:
-    """Returns the run of `resolve`, without the `LAYOUT_CHECKS`."""
+    """Returns the run of `resolve`, without the `LAYOUT_CHECKS`.
+
+    Raises:
+        ValueError: a model's family, provider or layers, or the number of ranks, do not fit the configuration.
+    """
     models = resolve_models(config, fitting=fitting)
     return RunSpec(config, models, *checks.make_layouts(config, world_size))
 

@@ -178,8 +178,9 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
 
     1. `read_inputs` checks all files, and finds the checkpoint to resume from.
     2. The first rank locks the run directory.
-    3. The engine is made, and its servers start.
-    4. The ranks join, agree on the checkpoint, and build and load student and teachers (`build_distiller`).
+    3. The ranks join; the engine is made, and its servers start.
+    4. The ranks agree on the checkpoint, whose digests they compare, and build student and teachers
+       (`build_distiller`, which also proves the teachers' servers).
     5. The states of models that other programs build or serve are proved; the checkpoint is loaded.
     6. The parts around the models are made; until the metrics' log opens, nothing is written but the lock.
     7. What is known about the run is logged, and its signal handlers are installed.
@@ -194,9 +195,9 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
             opened.callback(RunLock(output).undo)
         opened.callback(write_library_log, None)
         signals = Signals()
+        init_distributed()
         engine = _make_engine(inputs)  # before the models, because an engine may start meanwhile
         opened.callback(engine.close)
-        init_distributed()
         resume = agree_on_resume(inputs)
         distiller = build_distiller(inputs.plan)
         opened.callback(distiller.close)
@@ -240,7 +241,6 @@ def _background_writers(run: TrainingRun) -> Iterator[None]:
 def _make_engine(inputs: RunInputs) -> RolloutEngine:
     if inputs.data.recorded is not None:
         return ReplayEngine(inputs.data.recorded)
-    init_distributed()
     run, files = inputs.spec, inputs.files.student
     sampled, eos_ids = inputs.files.sampled_ids, files.tokenizer.eos_ids
     return make_engine(run.config, files.spec, files.directory, run.student_layout, eos_ids, sampled)

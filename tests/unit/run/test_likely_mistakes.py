@@ -67,7 +67,7 @@ def said(pair: Path, *overrides: str) -> tuple[list[str], list[str]]:
     spec = resolve(config, 1)
     run_files = RunFiles(config, spec.models)
     data: TrainingData = read_training_data(spec, run_files)
-    plan: Any = SimpleNamespace(run=spec, files=run_files)
+    plan: Any = SimpleNamespace(spec=spec, files=run_files)
     found = [each.text for each in static_findings(config, run_files) if each.code == "prompts-alike"]
     return list(likely_mistakes(plan, data)), found
 
