@@ -4,7 +4,7 @@ Every rank runs this same loop. A rank has a part of the student, of the teacher
 a role that it does not have take part in the transfers and return None.
 
     prompts -> rollouts               rollout/training_rollouts.py; the engines: run/engine_kinds.py
-    what an update trains on          distillation/objective.py; weights over the updates: config/weight_schedule.py
+    what an update trains on          distillation/objective.py; weights over the steps: config/weight_schedule.py
     which teacher reads a response    config/teacher_routing.py
     rollouts -> teacher targets       distillation/teacher.py, capture.py; to the student's ranks: target_transfer.py
     targets -> gradients              distillation/step.py, hidden_state_loss.py; on every pipeline stage:

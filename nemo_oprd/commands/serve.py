@@ -15,12 +15,20 @@ from nemo_oprd.config.schema import Config
 from nemo_oprd.run.resolve import resolve_model, resolve_served, servers_ids
 from nemo_oprd.runtime.gpus import check_promise
 from nemo_oprd.runtime.signals import END_SIGNALS, JOB_SIGNALS
-from nemo_oprd.vllm.launch import check_head_size, check_model, find_python, student_arguments
+from nemo_oprd.vllm.endpoint import MOST_SOCKET_BYTES
+from nemo_oprd.vllm.launch import (
+    DTYPES,
+    TEACHER_KEY,
+    TEACHER_VARIABLES,
+    check_head_size,
+    check_model,
+    find_python,
+    student_arguments,
+    teacher_arguments,
+)
 from nemo_oprd.vllm.server_lifecycle import server_command, server_environment
 from nemo_oprd.vllm.worker.nemo_oprd_middleware import TOKEN_FILE, read_tokens
 
-# limit of the path of a Unix socket on Linux
-MOST_SOCKET_BYTES = 107
 # a teacher's server puts the id of its start into each answer
 _GENERATION_BITS = 48
 
@@ -87,8 +95,6 @@ def _serve_student(config: Config, options: argparse.Namespace, listen: list[str
 
 def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str]) -> int:
     """Runs the server under a guard, which ends it and removes its folder in shared memory when this process ends."""
-    from nemo_oprd.vllm.launch import TEACHER_KEY, TEACHER_VARIABLES, teacher_arguments
-
     python = find_python(config.teacher.vllm, TEACHER_KEY)
     if options.teacher not in config.served_teachers:
         raise ValueError(
@@ -98,7 +104,6 @@ def _serve_teacher(config: Config, options: argparse.Namespace, listen: list[str
         )
     teacher = resolve_served(config, options.teacher)
     devices = _devices(config.teacher.vllm.tensor)
-    from nemo_oprd.vllm.launch import DTYPES
     from nemo_oprd.vllm.teacher_canary import Canary
     from nemo_oprd.vllm.teacher_servers import longest_sequence
     from nemo_oprd.vllm.transport import SharedFolder

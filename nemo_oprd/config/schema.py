@@ -272,11 +272,11 @@ class LoggingConfig:
     output_metrics_every: NonNegativeInt = 0
     """steps between measurements of the output space; 0: none
 
-    Entropies, top-k overlap and KL, with the temperature, k and chunk_tokens of loss.output, in the first step, too.
-    Without an output-space term they are measured on rows that are drawn anew each time; the teacher then has all of
-    its layers, and the student holds a copy of the teacher's head. With `sampled_token` they are measured on all
-    response tokens, for which the teacher sends its final hidden states instead of log-probabilities. The other kinds
-    measure them in every update.
+    Entropies, top-k overlap and KL, with the temperature, k, support and chunk_tokens of loss.output, in the first
+    step, too. Without an output-space term they are measured on rows that are drawn anew each time; the teacher then
+    has all of its layers, and the student holds a copy of the teacher's head. With `sampled_token` they are measured on
+    all response tokens, for which the teacher sends its final hidden states instead of log-probabilities. The other
+    kinds measure them in every update.
     """
     output_metrics_rows: PositiveInt = 1024
     """response tokens of such a measurement

@@ -163,7 +163,7 @@ def _check_signature(kind: str, function: Callable[..., Any], kind_args: Mapping
 
 
 def _try_row_loss(kind: str, row_loss: RowLoss, dim_reduction: str, width: int) -> None:
-    """Tries a row loss on random rows; raises ValueError for each mistake that `resolve_row_loss` lists."""
+    """Tries a row loss on random rows; raises ValueError if its result is wrong, as `resolve_row_loss` says."""
     import torch
 
     draw = torch.Generator().manual_seed(0)

@@ -239,7 +239,13 @@ def _read_places(file: Path) -> dict[str, Any] | None:
         return None
     except ValueError:
         return {}
-    return told if isinstance(told, dict) and {"settings", "groups", "places"} <= told.keys() else {}
+    if not isinstance(told, dict) or not isinstance(told.get("settings"), dict):
+        return {}
+    groups, places = told.get("groups"), told.get("places")
+    if not isinstance(places, list) or not (groups is None or type(groups) is int):
+        return {}
+    pairs = (isinstance(each, list) and [type(number) for number in each] == [int, int] for each in places)
+    return told if all(pairs) else {}
 
 
 def _tokens_file(directory: Path) -> Path:

@@ -182,7 +182,8 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     4. The ranks agree on the checkpoint, whose digests they compare, and build student and teachers
        (`build_distiller`, which also proves the teachers' servers).
     5. The states of models that other programs build or serve are proved; the checkpoint is loaded.
-    6. The parts around the models are made; until the metrics' log opens, nothing is written but the lock.
+    6. The parts around the models are made; until the metrics' log opens, nothing is written but the lock and what
+       servers need: their logs, and the lease of endpoints.
     7. What is known about the run is logged, and its signal handlers are installed.
 
     Raises:
@@ -190,10 +191,10 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
     """
     inputs = read_inputs(spec)
     output = Path(spec.config.output)
-    with ExitStack() as opened:
+    with ExitStack() as records, ExitStack() as opened:  # records close last
         if is_first_rank():
-            opened.callback(RunLock(output).undo)
-        opened.callback(write_library_log, None)
+            records.callback(RunLock(output).undo)
+        records.callback(write_library_log, None)
         signals = Signals()
         init_distributed()
         engine = _make_engine(inputs)  # before the models, because an engine may start meanwhile
@@ -205,8 +206,7 @@ def start_training(spec: RunSpec) -> Iterator[TrainingRun]:
             logger.info(line)
         if resume.step:
             load_checkpoint(checkpoints_of(spec.config), resume.step, distiller.student)
-        run = _assemble(inputs, engine, signals, distiller, resume.step or 0)
-        opened.callback(run.log.close)
+        run = _assemble(inputs, engine, signals, distiller, resume.step or 0, records=records)
         _tell(run, inputs, resume)
         write_library_log(output)
         with signals, _background_writers(run):
@@ -247,9 +247,15 @@ def _make_engine(inputs: RunInputs) -> RolloutEngine:
 
 
 def _assemble(
-    inputs: RunInputs, engine: RolloutEngine, signals: Signals, distiller: Distiller, first_step: int
+    inputs: RunInputs,
+    engine: RolloutEngine,
+    signals: Signals,
+    distiller: Distiller,
+    first_step: int,
+    *,
+    records: ExitStack,
 ) -> TrainingRun:
-    """Makes the parts of a run around its models, each from those before it."""
+    """Makes the parts of a run around its models, each from those before it; `records` closes the metrics' log."""
     config, data, files = inputs.config, inputs.data, inputs.files
     timeline = Timeline(Path(config.output), first_step, writes=dist.get_rank() == 0)
     with_evaluation = _overlapping(config, engine)
@@ -258,6 +264,7 @@ def _assemble(
         inputs, engine, signals, distiller, timeline, with_evaluation=with_evaluation, first_step=first_step
     )
     log = MetricsLog(config, first_step)
+    records.callback(log.close)
     timeline.drop_later_steps()
     recorder = StepRecorder(
         config, inputs.spec.models.routing, log, None if data.recorded is not None else files.student.tokenizer

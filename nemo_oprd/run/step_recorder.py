@@ -51,7 +51,8 @@ class LossSpikeDetector:
     """Compares each term of the loss with its own past values, because the weights of the terms may follow schedules.
 
     Args:
-        factor: a term spikes if its absolute value exceeds `factor` times its median so far; 0 turns the detector off.
+        factor: a term spikes if its absolute value exceeds `factor` times the median of its latest ones; 0 turns the
+            detector off.
         history: term -> its values before a resume, the latest last.
     """
 

@@ -55,7 +55,7 @@ class RunLock:
     def undo(self) -> None:
         """Releases the lock; removes the directory if the lock created it and nothing else was written."""
         self.release()
-        if self._made_directory and [*self._path.parent.iterdir()] == [self._path]:
+        if self._made_directory and self._path.exists() and [*self._path.parent.iterdir()] == [self._path]:
             self._path.unlink()
             self._path.parent.rmdir()
 

@@ -146,20 +146,14 @@ class Client:
         )
 
     async def post_watched(
-        self,
-        server: Server,
-        path: str,
-        body: Any = None,
-        *,
-        timeout: float = CALL_TIMEOUT_S,
-        read: Callable[[bytes], Any] = json.loads,
+        self, server: Server, path: str, body: Any = None, *, timeout: float = CALL_TIMEOUT_S
     ) -> Any:
         """Calls `post` for a long call; raises ServerDied as soon as a health check finds the server dead.
 
         An API server whose engine dies during a call may never answer it, because it does not exit before all
         connections are closed.
         """
-        call = asyncio.ensure_future(self.post(server, path, body, timeout=timeout, read=read))
+        call = asyncio.ensure_future(self.post(server, path, body, timeout=timeout))
         watch = asyncio.ensure_future(self.watch(server))
         try:
             await asyncio.wait((call, watch), return_when=asyncio.FIRST_COMPLETED)

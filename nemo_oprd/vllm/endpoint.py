@@ -21,7 +21,8 @@ from nemo_oprd.vllm.worker.nemo_oprd_middleware import LEASE, RUN, read_tokens
 logger = logging.getLogger(__name__)
 
 UNIX = "unix://"
-_LONGEST_SOCKET_PATH = 107  # bytes, of Linux
+# limit of the path of a Unix socket on Linux
+MOST_SOCKET_BYTES = 107
 # limit of one health check in `wait_for_servers`, which then checks the other servers before it tries again
 _ANSWER_S = 10.0
 # a file in a run directory: a secret of mode 0600, by which endpoints recognise a later start of the run
@@ -107,6 +108,11 @@ def check_endpoints(
         key, group: the configuration key of `urls`, and the group that has `token_file`.
     """
     for number, url in enumerate(urls):
+        if url.startswith(f"{UNIX}/") and (length := len(os.fsencode(url.removeprefix(UNIX)))) > MOST_SOCKET_BYTES:
+            raise ValueError(
+                f"{key}: the path in {url!r} has {length} bytes, expected at most {MOST_SOCKET_BYTES}, as for any Unix "
+                "socket: let the server listen at a shorter path"
+            )
         if not _is_address(url):
             given = "an address with an @ (not shown)" if "@" in url else repr(url)  # a password may stand before it
             raise ValueError(
@@ -129,7 +135,7 @@ def check_endpoints(
 def _is_address(url: str) -> bool:
     """Returns whether a client can call the address."""
     if url.startswith(f"{UNIX}/"):
-        return len(os.fsencode(url.removeprefix(UNIX))) <= _LONGEST_SOCKET_PATH
+        return True
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises ValueError unless it is a number of a port

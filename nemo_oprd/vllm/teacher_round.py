@@ -150,6 +150,8 @@ class Prefetcher:
         self._lock = threading.Lock()
         self._steps: dict[int, _Early] = {}
         self._under_way: list[Future[None]] = []
+        # by server, in the client's thread: the watch of its health, and the number of its requests
+        self._watches: dict[int, tuple[asyncio.Future[str], int]] = {}
         self.used = 0  # the number of prefetched answers that this rank has taken
 
     def offer(self, step: int, requests: list[TeacherRequest], servers: list[Server]) -> None:
@@ -169,11 +171,31 @@ class Prefetcher:
     async def _request(self, early: _Early, request: TeacherRequest, server: Server) -> None:
         async with self._slots:
             try:
-                body, limit_s = request.body(), self._limit_s
-                await self._client.post_watched(server, GENERATE, body, timeout=limit_s, read=bytes)
+                await self._post(server, request)
             except (ServerDied, ServerRefused):
                 return  # the round that needs the answer requests it again, and reports the error
             early.ended = time.time()
+
+    async def _post(self, server: Server, request: TeacherRequest) -> None:
+        """Posts a request; raises ServerDied once the server's health, watched for all of them, says so."""
+        watch, open_calls = self._watches.get(server.number, (None, 0))
+        if watch is None or watch.done():
+            watch = asyncio.ensure_future(self._client.watch(server))
+        self._watches[server.number] = watch, open_calls + 1
+        body, limit_s = request.body(), self._limit_s
+        call = asyncio.ensure_future(self._client.post(server, GENERATE, body, timeout=limit_s, read=bytes))
+        try:
+            await asyncio.wait((call, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise ServerDied(watch.result())
+            call.result()
+        finally:
+            call.cancel()
+            newest, open_calls = self._watches[server.number]
+            self._watches[server.number] = newest, open_calls - 1
+            if open_calls == 1:
+                newest.cancel()
+            await asyncio.gather(call, return_exceptions=True)
 
     def settle(self) -> None:
         """Waits until no request is under way."""

@@ -1,4 +1,4 @@
-"""Weights of the terms that change over the updates, and parameters that only a later stage begins to train.
+"""Weights of the terms that change over the steps, and parameters that only a later stage begins to train.
 
 Against float64 AdamW on gradients of the plain Hugging Face computation, to which a parameter group is added where the
 output term begins.

@@ -228,7 +228,7 @@ def _loss_per_teacher(
 
 
 def _scheduled_weights(objective: StepObjective) -> dict[str, float]:
-    """Returns the weights of the losses by metric name, if any of them changes over the updates."""
+    """Returns the weights of the losses by metric name, if any of them changes over the steps."""
     if not any(isinstance(weight, list) for weight in objective.run.weights):
         return {}
     named = {"loss/weight_representation": objective.weight} if objective.run.layers else {}

@@ -188,7 +188,7 @@ class _Summary:
         if not path or not isinstance(size, dict):
             return path
         parts = [_text(size.get("model_type")), f"{size['layers']} layers" if size.get("layers") else ""]
-        parts += [f"width {size['hidden_size']:,}"] if size.get("hidden_size") else []
+        parts += [f"width {size['hidden_size']:,}"] if isinstance(size.get("hidden_size"), int) else []
         parts += [f"{count(size['parameters'])} parameters"] if size.get("parameters") else []
         return f"{path} ({', '.join(filter(None, parts))})"
 

@@ -123,6 +123,7 @@ rollouts("ids as text", "ids that are text", "response_ids=['8', '9'] | expected
 rollouts("id beyond the vocabulary", "an id beyond the vocabulary", "rollouts.jsonl:2: response_ids holds id 61 | 0..60 | record rollouts with their tokenizer", ROLLOUT, {**ROLLOUT, "response_ids": [61]})
 rollouts("negative id", "a negative id", "prompt_ids holds id -1 | 0..60", {**ROLLOUT, "prompt_ids": [-1]})
 rollouts("data source that is no text", "a data source that is no text", "data_source=['a'] | expected text", {**ROLLOUT, "data_source": ["a"]})
+rollouts("end that is no text", "a reason of the end that is no text", "finish_reason={'type': 'stop'} | expected text", {**ROLLOUT, "finish_reason": {"type": "stop"}})
 rollouts("mask of another length", "a mask of another length", "response_mask has 1 entries for 2 response tokens | expected one 0 or 1", {**ROLLOUT, "response_mask": [1]})
 rollouts("mask of other values", "a mask of other values", "response_mask=[1, 2] | expected a list of 0 and 1", {**ROLLOUT, "response_mask": [1, 2]})
 rollouts("mask a number", "a mask that is no list", "response_mask=1 | expected a list of 0 and 1", {**ROLLOUT, "response_mask": 1})

@@ -246,7 +246,7 @@ def test_another_mode_is_refused_and_the_other_way_round_goes_on(tmp_path: Path)
     assert len(prompts_of(after)) == (STEPS - 2) * SIZE
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"places": []}', "\xff"])
+@pytest.mark.parametrize("content", ["", "[]", '{"places": []}', "\xff", '{"settings":{},"groups":1,"places":[[1]]}'])
 def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / STREAM_FILE).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / STREAM_FILE).write_bytes(content.encode("latin1"))

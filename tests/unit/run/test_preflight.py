@@ -188,6 +188,12 @@ def test_the_config_of_a_checkpoint_is_read_without_torch(tmp_path: Path) -> Non
         ("verify", [RECORDED], None),
         ("fit-bridge", [PROMPTS, "teacher.weights=ema", "teacher.prompt='{prompt}!'", "teacher.hf_path=null"], "ema"),
         ("evaluate", [], "data.validation is empty"),
+        # it samples, also where training replays: the engine is checked
+        (
+            "evaluate",
+            [SET, RECORDED, "rollout.engine=vllm", "rollout.vllm.python=nowhere"],
+            "rollout.vllm.python=nowhere",
+        ),
         ("evaluate", [SET, "student.parallel.tensor=3"], None),  # of the layout only rollout.tensor counts
     ],
 )
