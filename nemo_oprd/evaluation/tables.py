@@ -26,7 +26,8 @@ def before_and_after(metrics_file: Path) -> dict[str, dict[str, Any]]:
     """Returns the rows of a run's final table: its first and last evaluation and the teacher's, with stored intervals.
 
     Args:
-        metrics_file: the run's metrics.jsonl; the intervals come from `evaluations/` beside it.
+        metrics_file: the run's metrics.jsonl, with at least one evaluation; the intervals come from `evaluations/`
+            beside it.
     """
     evaluated = _evaluations(metrics_file)
     first, last = evaluated[0], evaluated[-1]
@@ -59,8 +60,10 @@ def final_report(metrics_file: Path) -> str:
     """Formats a run's final report: the table of `before_and_after`, its `details`, and the student's progress per set.
 
     If the last and the first evaluation can't be compared, a line gives the reason; if one of the two is missing, there
-    is no line.
+    is no line. Of a run without any evaluation, the report is a line that gives the reason.
     """
+    if not _evaluations(metrics_file):  # a finished run may be started again with another evaluation.every
+        return "no evaluation in this run: evaluation.every was 0 when its steps ran"
     rows = before_and_after(metrics_file)
     parts = [table(rows), details(rows)]
     try:

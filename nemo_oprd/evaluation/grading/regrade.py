@@ -130,14 +130,14 @@ def grade(options: GradeOptions) -> None:
         if options.output.resolve() != evaluations[0].directory.resolve():
             check_directory(options.output, "grade", "--output")
         evaluations = [replace(evaluations[0], directory=options.output)]
-    for each in evaluations if options.output is None else ():
-        if any(file.parent.name != GENERATIONS for file in each.files.values()):  # results would go beside the file
-            check_directory(each.directory, "grade", "--output", others=("evaluate",))
+    if options.output is None:
+        _check_places(evaluations, "--output")
     other = find(options.against) if options.against is not None else []
     if len(other) > 1:
         raise ValueError(
             f"--against {options.against} holds {len(other)} evaluations, expected one; name e.g. {other[-1].directory}"
         )
+    _check_places(other, "--against")
     every = [*evaluations, *other]
     known = {name for each in every for name in each.files}
     for key, given in (("--data", options.data), ("--grader", options.graders)):
@@ -178,6 +178,13 @@ def _grade(loaded: Sequence[Loaded]) -> tuple[list[list[GradedSet]], dict[str, d
         for line in (line for one in graded[-1] for line in one.statement()):
             logger.info(f"{label}: {line}")
     return graded, rows
+
+
+def _check_places(evaluations: Sequence[Evaluation], key: str) -> None:
+    """Raises ValueError, naming the option `key`, if results may not be written beside a file outside an evaluation."""
+    for each in evaluations:
+        if any(file.parent.name != GENERATIONS for file in each.files.values()):
+            check_directory(each.directory, "grade", key, others=("evaluate",))
 
 
 def _merged(evaluations: Sequence[Evaluation]) -> list[Evaluation]:

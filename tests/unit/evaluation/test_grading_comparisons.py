@@ -94,3 +94,37 @@ def test_a_run_that_is_complete_ends_with_its_table(
     else:
         (line,) = [each for each in report.splitlines() if "no comparison of the last evaluation" in each]
         assert words in line
+
+
+def test_a_run_that_never_evaluated_ends_with_the_reason(tmp_path: Path) -> None:
+    """A finished run with evaluation.every=0 may be started again with evaluation.every=10."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss/total": 0.5}) + "\n")
+    line = "no evaluation in this run: evaluation.every was 0 when its steps ran"
+    assert final_report(tmp_path / "metrics.jsonl") == line
+
+
+def test_results_beside_the_other_file_overwrite_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_generations(tmp_path / "eval")
+    other = tmp_path / "mine" / "sums.jsonl"
+    other.parent.mkdir()
+    other.write_text(write_generations(tmp_path / "base").read_text())
+    (other.parent / "evaluation.json").write_text("my own notes\n")
+    before = sorted(tmp_path.rglob("*"))
+    line = refused(capsys, tmp_path / "eval", "--against", other, "--judge", "text")
+    assert f"--against={other.parent} holds evaluation.json, which grade would overwrite" in line
+    assert sorted(tmp_path.rglob("*")) == before
+    (other.parent / "evaluation.json").unlink()
+    for _ in range(2):  # the second time it finds what it made itself
+        grade(tmp_path / "eval", "--against", other, "--judge", "text")
+        assert (other.parent / "grades" / "sums.jsonl").exists()
+
+
+def test_against_a_run_s_evaluation_or_its_file(tmp_path: Path) -> None:
+    """The directory belongs to the run, which kept the responses there: their grades do, too."""
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "iter_0000001" / "hf").mkdir(parents=True)
+    write_generations(tmp_path / "eval")
+    place = tmp_path / "run" / "evaluations" / "step_0000050"
+    for other in (place, place / "generations" / "sums.jsonl"):
+        grade(tmp_path / "eval", "--against", other, "--judge", "text")
+        assert json.loads((tmp_path / "eval" / "differences.json").read_text())["against"] == "run step 50"
