@@ -8,11 +8,13 @@ docs/evaluation.md describes such a function.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -205,9 +207,19 @@ class OwnGrader:
     @property
     def key(self) -> str:
         """Returns a key with a digest of the function's file, so that grades of an earlier version are not kept."""
-        source = inspect.getsourcefile(inspect.unwrap(self.function))
-        content = Path(source).read_bytes() if source else b""
+        content = b"".join(Path(file).read_bytes() for file in self._files())
         return f"{self.name} {hashlib.sha256(content).hexdigest()[:12]}"
+
+    def _files(self) -> list[str]:
+        """Returns the function's source file; of a partial, also that of the module in `name`, which has its arguments.
+
+        For an instance or a function without a source file, it returns the module's source file alone, if there is one.
+        """
+        module, function = sys.modules.get(self.name.partition(":")[0]), inspect.unwrap(self.function)
+        parts: list[Any] = []
+        while isinstance(function, functools.partial):
+            parts, function = [module], inspect.unwrap(function.func)
+        return [file for file in (*map(_source_of, parts), _source_of(function) or _source_of(module)) if file]
 
     def check(self, answer: str) -> None:
         """Calls the function on an empty response."""
@@ -228,6 +240,15 @@ class OwnGrader:
         # a bare bool does not show whether there was an answer: it counts as gradable
         shown = extracted if isinstance(result, tuple) else ""
         return Grade(shown, bool(correct))
+
+
+def _source_of(part: Any) -> str | None:
+    """Returns the source file of a module, class or function; None if there is none."""
+    try:
+        file = inspect.getsourcefile(part)
+    except TypeError:  # an instance, or what is written in C
+        return None
+    return file if file and Path(file).is_file() else None  # code that exec made names no file
 
 
 def check_name(key: str, name: str) -> None:

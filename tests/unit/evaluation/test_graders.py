@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -453,6 +454,7 @@ def test_reference_answers_that_a_grader_cannot_compare_with_are_refused(grader:
 
 
 OWN = """
+import functools
 def half(response, answer):
     return response.startswith(answer), response or None
 def bare(response, answer):
@@ -464,6 +466,12 @@ def breaks(response, answer):
 def three(response, answer, more):
     return True
 number = 5
+partial = functools.partial(bare)
+class Careful:
+    def __call__(self, response, answer):
+        return answer in response
+instance = Careful()
+exec("def made(response, answer): return answer in response")
 """
 
 
@@ -472,6 +480,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "own_graders_for_a_test.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_graders_for_a_test", raising=False)  # another test's file
     return "own_graders_for_a_test"
 
 
@@ -488,6 +497,30 @@ def test_a_grader_of_ones_own(own: str) -> None:
     with pytest.raises(KeyError) as broken:
         resolve("--grader", f"{own}:breaks")("text", "5")
     assert any("own_graders_for_a_test:breaks, answer '5'" in note for note in broken.value.__notes__)
+
+
+def test_every_callable_has_a_key_that_follows_its_file(own: str, tmp_path: Path) -> None:
+    """One that passes the checks of a start must not fail when its key is first needed, after sampling."""
+    names = [f"{own}:{name}" for name in ("bare", "partial", "instance", "made")] + ["operator:eq", "math:isclose"]
+    graders = {name: resolve("--grader", name) for name in names}
+    before = {name: grader.key for name, grader in graders.items()}
+    assert all(key.startswith(f"{name} ") for name, key in before.items())
+    file = tmp_path / f"{own}.py"
+    file.write_text(file.read_text() + "more = 6\n")
+    changed = [name for name, grader in graders.items() if grader.key != before[name]]
+    assert changed == names[:4]
+
+
+def test_the_key_of_a_partial_follows_its_arguments_and_its_function(own: str, tmp_path: Path) -> None:
+    text = f"import functools, {own}\nhalf = functools.partial(functools.partial({own}.half))\n"
+    named = tmp_path / "named_graders_for_a_test.py"
+    named.write_text(text)
+    grader = resolve("--grader", "named_graders_for_a_test:half")
+    keys = [grader.key]
+    for file in (named, tmp_path / f"{own}.py"):
+        file.write_text(file.read_text() + "more = 6\n")
+        keys.append(grader.key)
+    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize(
