@@ -423,6 +423,11 @@ def _check_evaluation(config: Config) -> None:
             f"data.validation has a set {wrong[0]!r}, whose name becomes part of file names; expected letters, digits, "
             "'_', '-' and '.', and no '.' or '-' at the start: rename the set"
         )
+    if "teacher" in config.data.validation:
+        raise ValueError(
+            f"data.validation.teacher={config.data.validation['teacher']}: the teacher's metrics are called "
+            "val/SET/teacher/METRIC, expected a set of another name: rename the set"
+        )
     strange = [name for name in evaluation.graders if name not in config.data.sets]
     if strange:
         sets = ", ".join(config.data.sets) or "none"
