@@ -1,6 +1,6 @@
 """`nemo-oprd compare`: compares students with their teacher, on the teacher's responses and on their own.
 
-    DIR/teacher.json           the sampling settings, and the description of the teacher's responses
+    DIR/teacher.json           the sampling settings, and the origin and description of the teacher's responses
     DIR/teacher.jsonl          the teacher's responses: prompt, text, ids
     DIR/NAME.json              one student's measurements
     DIR/NAME.jsonl             that student's responses
@@ -140,15 +140,15 @@ class Comparison:
     @cached_property
     def teacher_responses(self) -> list[SampledIds]:
         """Returns the teacher's responses, sampled or read."""
-        settings = self.settings
-        if self.recorded is not None:
-            settings = {**settings, "responses": _digest_of(self.recorded)}
-        if self._kept(TEACHER, settings) is not None:
+        # Recorded responses are compared themselves: if they are equal, their origin does not matter. Files of earlier
+        # versions do not say whether responses were sampled: these are sampled again.
+        origin = {"recorded": False} if self.recorded is None else {"responses": _digest_of(self.recorded)}
+        if self._kept(TEACHER, {**self.settings, **origin}) is not None:
             return _read_responses(self.options.output / f"{TEACHER}.jsonl")
         logger.info(f"{TEACHER}: {self.options.teacher}")
         responses = self._sample(self.teacher) if self.recorded is None else self.recorded
-        found = {**settings, "responses": _digest_of(responses), "text": describe_text(responses)}
-        self._write(TEACHER, found, responses)
+        described = {"responses": _digest_of(responses), "text": describe_text(responses)}
+        self._write(TEACHER, {**self.settings, "recorded": self.recorded is not None, **described}, responses)
         return responses
 
     def student(self, name: str) -> dict[str, Any]:

@@ -212,3 +212,43 @@ def test_the_report_shows_it(measured: Path, tmp_path: Path) -> None:
     (run / "compare" / "first.json").write_text(json.dumps(other | {"count": 3}))
     with pytest.raises(ValueError, match="what nemo-oprd compare writes"):
         write_report([run], tmp_path / "page.html")
+
+
+def test_recorded_responses_are_not_taken_for_samples(place: Path, measured: Path) -> None:
+    """Without --teacher-responses the teacher is sampled, also where a comparison of recorded responses lies."""
+    student, output = f"first={place / 'student'}", place / "mixed"
+    lines = [json.loads(line) for line in (measured / "teacher.jsonl").read_text().splitlines()]
+    file = place / "reversed.jsonl"
+    turned = [{**line, "response_ids": line["response_ids"][::-1]} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in turned))
+
+    def ids() -> list[list[int]]:
+        return [json.loads(line)["response_ids"] for line in (output / "teacher.jsonl").read_text().splitlines()]
+
+    for _ in range(2):
+        status, _, err = compare(place, student, "--teacher-responses", str(file), output="mixed")
+        assert status == 0 and ids() == [line["response_ids"] for line in turned], err
+    assert "teacher:" not in err and "first:" not in err, "used again"
+    status, _, err = compare(place, student, output="mixed")
+    assert status == 0 and ids() == [line["response_ids"] for line in lines], err
+    found = read_comparison(output)
+    assert found is not None and [name for name, _ in found.rows] == ["first"]
+    # the same responses, whatever their origin
+    status, _, err = compare(place, student, "--teacher-responses", str(output / "teacher.jsonl"), output="mixed")
+    assert status == 0 and "teacher:" not in err and "first:" not in err
+
+
+def test_a_comparison_of_an_earlier_version_is_used_where_its_origin_cannot_matter(place: Path, measured: Path) -> None:
+    """Its teacher.json does not say whether the responses were sampled."""
+    shutil.copytree(measured, place / "earlier")
+    file = place / "earlier" / "teacher.json"
+    kept = json.loads(file.read_text())
+    assert kept.pop("recorded") is False
+    file.write_text(json.dumps(kept))
+    student, recorded = f"first={place / 'student'}", str(measured / "teacher.jsonl")
+    status, _, err = compare(place, student, "--teacher-responses", recorded, output="earlier")
+    assert status == 0 and "teacher:" not in err and "first:" not in err
+    # sampled again: the same responses, on which the student needs no new measurement
+    status, _, err = compare(place, student, output="earlier")
+    assert status == 0 and "teacher:" in err and "first:" not in err
+    assert json.loads(file.read_text())["recorded"] is False
