@@ -26,11 +26,13 @@ GENERATIONS, GRADES, DISAGREEMENTS = "generations", "grades", "disagreements"
 ABOUT, METRICS, DIFFERENCES = "about.json", "evaluation.json", "differences.json"
 # fields of a response's line that come from the problem, not from sampling
 FACTS = ("answer", "data_source", "subject", "level")
+# how a file takes half of a character (a lone surrogate), which UTF-8 can't hold: as JSON's escape
+ESCAPED = "backslashreplace"
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes one JSON object per line; the file appears whole, flushed to the disk. Raises OSError as `replacing`."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8", errors=ESCAPED) as file:
         for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
@@ -96,7 +98,8 @@ def read_responses(
         for key, kind in (("problem", int), ("sample", int), ("response", str), ("response_ids", list)):
             if not isinstance(record.get(key), kind):
                 raise ValueError(f"{where}: {key} is {record.get(key)!r}, expected {kind.__name__}; {FIX}")
-        named = named or record.get("grader")
+        grader = _text_of(record, "grader", where)
+        named = named or grader
         if problems is not None:
             number = record["problem"]
             if not 0 <= number < len(problems):
@@ -117,12 +120,24 @@ def read_responses(
                 f"{where}: no reference answer, expected a text in the field answer; give the set's file with --data "
                 f"{file.stem}=FILE"
             )
+        record |= {name: _text_of(record, name, where) for name in FACTS}
         responses.append(response_of(record))
     if changed:
         logger.info(
             f"{file}: {len(changed)} problems have another answer in {data}, which is used; first: {min(changed)}"
         )
     return responses, named
+
+
+def _text_of(record: Mapping[str, Any], key: str, where: str) -> str | None:
+    """Returns a field that may be missing; a level may be a whole number. Raises ValueError if it is no text."""
+    value = record.get(key)
+    if key == "level" and type(value) is int:  # a bool is no level
+        return str(value)
+    if not isinstance(value, str | None):
+        expected = "text, a whole number or null" if key == "level" else "text or null"
+        raise ValueError(f"{where}: {key} is {value!r}, expected {expected}; {FIX}")
+    return value
 
 
 def response_of(record: Mapping[str, Any]) -> GradableResponse:

@@ -25,6 +25,7 @@ from nemo_oprd.evaluation.grading.spelling import canonical
 from nemo_oprd.evaluation.intervals import Sample
 from nemo_oprd.evaluation.responses import (
     DISAGREEMENTS,
+    ESCAPED,
     GENERATIONS,
     GRADES,
     METRICS,
@@ -122,7 +123,7 @@ def grade_set(directory: Path, name: str, responses: Sequence[GradableResponse],
     if not records:
         write_atomically(part, json.dumps({"grading": key}) + "\n")
     shown = time.monotonic()
-    with naming(part), part.open("a", encoding="utf-8") as file:
+    with naming(part), part.open("a", encoding="utf-8", errors=ESCAPED) as file:
         for response, grader in zip(responses[len(records) :], graders[len(records) :], strict=True):
             records.append(_record(response, grader, grader(response.text, response.answer)))
             # flushed to the operating system, so that it outlives this process

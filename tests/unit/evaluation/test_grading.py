@@ -136,6 +136,30 @@ def test_answers_come_from_the_data_where_they_are_given(tmp_path: Path, capsys:
     assert "2 problems have another answer in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("judge", ["text", "math_verify"])
+def test_half_of_a_character_is_graded_and_written(tmp_path: Path, judge: str) -> None:
+    """UTF-8 can't hold it, JSON can: "\\ud83d"."""
+    if judge == "math_verify":
+        pytest.importorskip("math_verify")
+    half = "\ud83d\N{DEGREE SIGN}"
+    write_generations(tmp_path, [rf"\boxed{{{half}}}", r"\boxed{4}", *TEXTS[2:]])
+    grade(tmp_path, "--judge", judge)
+    grades = read(tmp_path / "grades" / "sums.jsonl")
+    assert [line["extracted"] for line in grades[:2]] == [half, "4"]
+    assert [line["correct"] for line in grades[:2]] == [False, True]
+    metrics = json.loads((tmp_path / "evaluation.json").read_text())
+    assert {f"val/sums/{name}": value for name, value in read_graded(tmp_path)["sums"].metrics.items()} == metrics
+
+
+def test_a_level_may_be_a_number(tmp_path: Path) -> None:
+    file = write_generations(tmp_path)
+    lines = [{**line, "level": [5, "5", 3][line["problem"]]} for line in read(file)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    grade(tmp_path, "--judge", "text")
+    metrics = json.loads((tmp_path / "evaluation.json").read_text())
+    assert metrics["val/sums/level/5/problems"] == 2 and metrics["val/sums/level/3/problems"] == 1
+
+
 def test_a_run_is_compared_with_its_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [r"\boxed{1}"] * 3 + [r"\boxed{10}"] * 2 + ["none"]
     for name, own in (("step_0000000", texts), ("step_0000050", [rf"\boxed{{{a}}}" for a in ANSWERS for _ in "ab"])):
@@ -318,6 +342,10 @@ def test_no_model_and_no_torch(tmp_path: Path) -> None:
         (["DAMAGED"], "line 7: not valid JSON"),
         (["SHORT"], "problem 2 has 1 responses, expected 2 as others have"),
         (["TWICE"], "problem 2 has sample 1 more than once"),
+        (["SUBJECT"], "sums.jsonl, line 1: subject is ['a'], expected text or null; "),
+        (["LEVEL"], "sums.jsonl, line 1: level is True, expected text, a whole number or null; "),
+        (["SOURCE"], "sums.jsonl, line 1: data_source is ['a'], expected text or null; "),
+        (["GRADER"], "sums.jsonl, line 1: grader is 5, expected text or null; "),
         (["RUN", "--grader", "choice"], "sums, problem 0: answer '4' with grader 'choice', expected a letter"),
     ],
 )
@@ -335,6 +363,8 @@ def test_mistakes_are_one_line_and_change_nothing(
     for name in ("RUN", "RUN2", "PARTLY", "DAMAGED", "SHORT", "TWICE"):
         file = write_generations(tmp_path / name)
     write_generations(tmp_path / "OWN", grader="os:system")
+    for name, value in (("subject", ["a"]), ("level", True), ("data_source", ["a"]), ("grader", 5)):
+        write_generations(tmp_path / name.removeprefix("data_").upper(), **{name: value})
     (tmp_path / "PARTLY/generations/sums.jsonl").rename(tmp_path / "PARTLY/generations/.sums.part_0.jsonl")
     lines = file.read_text().splitlines(keepends=True)
     (tmp_path / "DAMAGED/generations/sums.jsonl").write_text("".join(lines) + '{"problem"')
