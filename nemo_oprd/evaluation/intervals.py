@@ -170,7 +170,8 @@ def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> 
     """Returns a set's metrics with k samples per problem, means over problems, each with its interval as METRIC/ci.
 
     If a set has several subjects (or levels), each also has avg@k, its interval and its number of problems, such as
-    `subject/NAME/avg@k`.
+    `subject/NAME/avg@k`. In NAME, "_" replaces what is neither a letter, a digit, "_", "." nor "-"; subjects with the
+    same NAME are one row.
 
     Args:
         values: `per_problem` of the same samples, if already computed.
@@ -190,13 +191,14 @@ def measure(samples: Sequence[Sample], k: int, values: Values | None = None) -> 
     found |= {name + CI: list(interval) for name, interval in bootstrap(values).items()}
     found[PROBLEMS] = len(values[f"avg@{k}"])
     for kind in ("subject", "level"):
-        rows: dict[str, list[int]] = defaultdict(list)
-        for row, group in enumerate(by_problem(samples)):
-            rows[getattr(group[0], kind) or "none"].append(row)
-        for name in sorted(rows) if len(rows) > 1 else ():
-            label = re.sub(r"[^\w.-]+", "_", name)
+        names = [getattr(group[0], kind) or "none" for group in by_problem(samples)]
+        labels = {name: re.sub(r"[^\w.-]+", "_", name) for name in sorted(set(names))}
+        rows: dict[str, list[int]] = {label: [] for label in labels.values()}
+        for row, name in enumerate(names):
+            rows[labels[name]].append(row)
+        for label in rows if len(rows) > 1 else ():
             prefix, average = f"{kind}/{label}", f"avg@{k}"
-            own = {average: values[average][rows[name]]}
+            own = {average: values[average][rows[label]]}
             found[f"{prefix}/{average}"] = float(np.mean(own[average]))
             found[f"{prefix}/{average}{CI}"] = list(bootstrap(own)[average])
             found[f"{prefix}/{PROBLEMS}"] = len(own[average])

@@ -182,6 +182,18 @@ def test_the_metrics_of_a_set_by_hand() -> None:
     assert not any(name.startswith("level/") for name in found), "one level is no table"
 
 
+def test_subjects_with_one_label_are_one_row() -> None:
+    subjects, right = ["A B", "C-D", "A&B", "C D"], [True, False, False, True]
+    found = measure([sample(p, "5", right[p], subject=subjects[p]) for p in range(4)], 1)
+    assert found["subject/A_B/problems"] == 2 and found["subject/A_B/avg@1"] == 0.5
+    assert found["subject/A_B/avg@1/ci"] == [0.0, 1.0]
+    rows = [name for name in found if name.startswith("subject/") and name.endswith("/problems")]
+    # as before, in the order of the subjects' own names
+    assert rows == [f"subject/{label}/problems" for label in ("A_B", "C_D", "C-D")]
+    one = measure([sample(p, "5", subject=("A B", "A&B")[p]) for p in range(2)], 1)
+    assert not any(name.startswith("subject/") for name in one), "one row is no table"
+
+
 def test_diversity_of_other_numbers_of_samples_is_not_compared() -> None:
     few, many = per_problem([sample(0, "5")], 1), per_problem([sample(0, "5"), sample(0, "5")], 2)
     assert "dist_4g" in paired_differences(few, few) and "dist_4g" not in paired_differences(few, many)
