@@ -209,7 +209,9 @@ class Generations:
         return bool(self._parts(name))
 
     def is_current(self, of: SetKey) -> bool:
-        """Returns whether the lines of the whole SET.jsonl hold the facts of `of`, e.g. its reference answers."""
+        """Returns whether the whole SET.jsonl exists, and its lines hold the facts of `of`, e.g. reference answers."""
+        if not self._whole(of.name).exists():  # its parts may be on other machines, and not visible here yet
+            return False
         with self._whole(of.name).open("rb") as file:
             for line in file:
                 record = json.loads(line)

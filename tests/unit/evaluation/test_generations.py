@@ -112,6 +112,13 @@ def test_lines_say_what_grading_needs_and_are_renewed_when_the_data_change(place
     assert place.is_current(corrected) and len(place.kept(corrected, REQUESTS)) == 6
 
 
+def test_a_set_without_a_whole_file_is_not_current(place: Generations) -> None:
+    """Responses that other machines sampled beside a step may be known before their parts are seen here."""
+    assert not place.has_parts("sums") and not place.is_current(OF)
+    place.finish(OF, [response(i)[1] for i in range(6)], [f"text {i}" for i in range(6)])
+    assert place.is_current(OF)
+
+
 def test_other_settings_are_refused_with_the_value_the_expectation_and_the_fix(
     place: Generations, tmp_path: Path
 ) -> None:
