@@ -60,8 +60,10 @@ _OPERATOR = re.compile(
 _CLAUSE = re.compile(r"[;:\n]|,(?!\d)|\(\s*[A-Za-z]{2}")  # what a calculation does not have
 _LETTER = re.compile(
     r"([\s(\[*_$]*+)(?:(?i:option|choice|letter)\b[\s:(\[*_$]*+)?"
-    r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{[\s(*]*+)?([A-Za-z])(?![A-Za-z0-9'^+*/=-])"
+    r"(?:\\(?:text|textbf|mathrm|mathbf)\s*\{[\s(*]*+)?([A-Za-z])"
+    r"(?:(?=\*\*(?:[\s.,:;)!?]|\Z))|(?![A-Za-z0-9'^+*/=-]))"  # `**` ends bold type: "**Answer: C** (Paris)"
 )
+_EMPHASIZED_LETTER = re.compile(r"(?<![\w*_`])([*_`]{1,3})([A-Za-z])\1(?![\w*_`])")
 # text allowed between two boxes of one answer, perhaps before the name of the second one (`y =`)
 _GAP_LENGTH = 120
 _NAME = r"[A-Za-z](?:_(?:\w|\{\w+\}))?\s*=\s*"
@@ -179,8 +181,13 @@ def extract_answer_line(text: str) -> str | None:
 
 
 def _rest_of_line(text: str, start: int) -> str:
-    """Returns the first line from `start` that is not blank, unwrapped; a display formula up to its end."""
+    """Returns the first line from `start` that is not blank, unwrapped; a display formula up to its end.
+
+    A list's bullet does not belong to it: below a mark, `- 18` is 18, and `-18` is a negative number.
+    """
     rest = text[start:].lstrip("*_ \t\r\n")
+    if "\n" in text[start : len(text) - len(rest)] and (bullet := _BULLET.match(rest)):
+        rest = rest[bullet.end() :].lstrip("*_ \t")
     for opening, closing in ((r"\[", r"\]"), ("$$", "$$")):
         if rest.startswith(opening):
             end = rest.find(closing, len(opening))
@@ -287,6 +294,7 @@ def extract_choice(text: str) -> str | None:
 
     Example: `extract_choice("A bird flies, so the answer is (b).") == "B"`.
     """
+    text = _EMPHASIZED_LETTER.sub(r"\2", text)
     marks = (_ends_of(_ANSWER), _ends_of(_HASHED_LETTER))
     marked = _last_marked(text, (*marks, _ends_of(_ANSWER_IS)), several="")
     if marked is None:
@@ -301,7 +309,7 @@ def extract_choice(text: str) -> str | None:
 
 def _is_article(marked: str, letter: re.Match[str]) -> bool:
     """Returns whether the letter may be a word of a sentence, as in "a bit": small, bare, and before another word."""
-    return letter[2].islower() and not letter[1].strip() and re.match(r"\s+\w", marked[letter.end() :]) is not None
+    return letter[2].islower() and not letter[1].strip() and re.match(r"\**\s+\w", marked[letter.end() :]) is not None
 
 
 def extract_exact(text: str) -> str | None:

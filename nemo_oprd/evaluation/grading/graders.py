@@ -28,7 +28,7 @@ from nemo_oprd.evaluation.grading.spelling import canonical, is_number, is_perce
 from nemo_oprd.losses.import_path import import_function, is_import_path
 
 # increase when a built-in grader changes a grade of the same response: partial grades on disk are then not used
-VERSION = 4
+VERSION = 5
 DEFAULT = "boxed"
 JUDGES = ("math_verify", "text")
 

@@ -312,6 +312,54 @@ CASES: list[tuple[str, str, str, str | None, bool]] = [
     ("choice", "Answer: b because of that", "B", "B", True),
     ("choice", "Answer: A or B?\nAnswer: B", "B", "B", True),
     ("choice", "<think>Answer: C</think>", "C", None, False),
+    # a letter in bold type or the like, before words; an asterisk alone is no such mark
+    *(
+        ("choice", response, "C", "C", True)
+        for response in [
+            "The answer is **C**, because",
+            "Answer: **C** (Paris)",
+            "Answer: **C**: Paris",
+            "Answer: *C*, as",
+            "Answer: *C* because",
+            "Answer: `C` because",
+            "Answer: ***C*** because",
+            "The answer is (**C**)",
+            "**Answer: C** (Paris)",
+            "**The answer is C** because",
+            "The answer is **c**, because",
+            "`C`",
+            "**Answer:**\n- C",
+            "**Answer:**\n- **C** (Paris)",
+        ]
+    ),
+    *(
+        ("choice", response, "A", None, False)
+        for response in [
+            "Answer: A*B",
+            "Answer: *A*B",
+            "Answer: A**2",
+            "answer is a bit",
+            "the answer is A* search",
+            "The answer is *a* lot",
+            "The answer is **a** lot",
+            "**The answer is a** lot",
+        ]
+    ),
+    # a bullet below a mark is no minus sign
+    *(
+        (grader, response, "18", extracted, True)
+        for grader in ("number", "answer_line")
+        for response, extracted in [
+            ("**Answer:**\n- 18", "18"),
+            ("Answer:\r\n\r\n+ 18\n", "18"),
+            ("Answer:\n* 18", "18"),
+            ("Answer:\n- \\[\n18\n\\]", "18"),
+        ]
+    ),
+    ("number", "Answer: -5", "-5", "-5", True),
+    ("number", "Answer:\n-5", "-5", "-5", True),
+    ("number", "Answer: - 5", "-5", "-5", True),
+    ("answer_line", "Answer:\n-5", "-5", "-5", True),
     ("exact", "hello  world\n", "hello world", "hello  world", True),
     ("exact", "Hello world", "hello world", "Hello world", False),
     ("exact", "I say so.\nAnswer: 0.50", "0.5", "0.50", False),
