@@ -75,6 +75,18 @@ _LAST_UNIT = re.compile(
     rf"\b({UNITS})\b\.?\s*\}}?(\s*\^\s*\{{?[23]\}}?|[²³])?[\s.$]*\Z",
     re.IGNORECASE,
 )
+_BEFORE_UNIT = rf"(?<=[\d}}])(?:\s|~|\\[,;:! ])*(?:{TEXT})?\s*"
+# compared, but kept in plain text, where they may be letters of a formula; J is not j, and N is not n
+_SI_UNIT = re.compile(rf"{_BEFORE_UNIT}(k?[JNW]|(?i:(?:kilo)?(?:joule|newton|watt)s?))\b[\s.$}}]*\Z")
+_RATE = re.compile(
+    rf"{_BEFORE_UNIT}({UNITS})[\s}}]*(?:/|\bper\b)\s*(?:{TEXT})?\s*({UNITS}|h|s)\b"
+    r"[\s}]*(\^\s*\{?[23]\}?|[²³])?[\s.$}]*\Z",
+    re.IGNORECASE,
+)
+_SPEED = re.compile(rf"({_BEFORE_UNIT})(mph|kmph|kph)\b", re.IGNORECASE)
+_MODULUS = re.compile(r"(?:\b|(?<=\\[pb]))mod(?![a-zA-Z])[\s{}(~\\,;]*(\d+|[a-zA-Z])[\s.$})]*\Z")
+_MONEY = (_DOLLAR, "cents?")
+_SHORT = {"h": "hour", "s": "second", "mph": "miles per hour", "kmph": "km per hour", "kph": "km per hour"}
 _BASED = re.compile(r"(\d[0-9A-Za-z]*|[0-9A-Fa-f]+(?=_\{?1[1-6]\}?$))_\{?(\d{1,2})\}?")
 _VALUE = r"([^<>=,]+?)"
 _RELATION = r"\s*(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))\s*"
@@ -108,23 +120,48 @@ def _unit_of(text: str) -> tuple[str, int | None] | None:
     """Returns (pattern of the unit or dollar sign of an answer, the unit's power); None without a unit.
 
     The power is None where none is written: `864 inches` may well be square inches. Angles and percent are left out.
+    A rate has the patterns of both units and the power of the second one; a modulus counts as a unit.
     """
     if re.match(r"\s*\$?\s*\\\$", text):
         return _DOLLAR, None
-    found = _LAST_UNIT.search(text[-60:])
-    unit = found and next((unit for unit in _UNITS if re.fullmatch(unit, found[2], re.IGNORECASE)), None)
-    if not (found and unit):
+    end = _SPEED.sub(lambda found: found[1] + _SHORT[found[2].lower()], text[-60:])
+    if modulus := _MODULUS.search(end):
+        return f"mod {modulus[1]}", None
+    if named := _SI_UNIT.search(end):
+        word = named[1].lower()
+        letters = ("k" if word.startswith("kilo") else "") + word.removeprefix("kilo")[0].upper()
+        return named[1] if len(word) < 3 else letters, None
+    if rate := _RATE.search(end):
+        return f"{_pattern_of(rate[1])} per {_pattern_of(rate[2])}", _power(rate[3]) if rate[3] else 1
+    found = _LAST_UNIT.search(end)
+    if found is None or _pattern_of(found[2]) == _NOT_COMPARED:
         return None
-    power = 3 if re.search(r"cubic|3|\N{SUPERSCRIPT THREE}", (found[1] or "") + (found[3] or ""), re.I) else 2
-    return unit, power if found[1] or found[3] else None
+    written = (found[1] or "") + (found[3] or "")
+    return _pattern_of(found[2]), _power(written) if written else None
+
+
+def _pattern_of(word: str) -> str:
+    """Returns the pattern of a unit, which all its spellings share."""
+    word = _SHORT.get(word.lower(), word)
+    return next((unit for unit in (_NOT_COMPARED, *_UNITS) if re.fullmatch(unit, word, re.IGNORECASE)), word)
+
+
+def _power(written: str) -> int:
+    return 3 if re.search(r"cubic|3|\N{SUPERSCRIPT THREE}", written, re.IGNORECASE) else 2
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Returns whether two answers may have the same unit: they may, unless both name one and the units differ."""
-    units = _unit_of(one), _unit_of(other)
-    if units[0] is None or units[1] is None:
+    """Returns whether two answers may have the same unit: they may, unless both name one and the units differ.
+
+    An amount of money may stand for a rate, whose problem says what it is paid for.
+    """
+    first, second = _unit_of(one), _unit_of(other)
+    if first is None or second is None:
         return True
-    return units[0][0] == units[1][0] and (None in (units[0][1], units[1][1]) or units[0][1] == units[1][1])
+    if first[0] == second[0]:
+        return None in (first[1], second[1]) or first[1] == second[1]
+    short, long = sorted((first[0], second[0]), key=len)
+    return short in _MONEY and long.startswith(f"{short} per ")
 
 
 def _as_fraction(found: re.Match[str]) -> str:
