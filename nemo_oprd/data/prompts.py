@@ -6,15 +6,17 @@ they belong to a tokenizer and two tokenizers may read one prompt.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from nemo_oprd.data import conversation
 from nemo_oprd.data.conversation import SHAPES, TOOL_ROLES, UNREAD, Message, Tool, refused
-from nemo_oprd.runtime.files import parse_json, refuse_lfs_pointer, why_no_file
+from nemo_oprd.runtime.files import half_of_a_character, parse_json, refuse_lfs_pointer, why_no_file
 
 # the name of the validation set that `data.held_out` makes
 HELD_OUT = "held_out"
@@ -94,9 +96,10 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """Reads all prompts of a `.parquet` or `.jsonl` file, in file order.
 
     A row holds a conversation (`conversation.py`), or a plain text that becomes one user message. The answer is
-    `reward_model.ground_truth`, otherwise `answer`; numbers are converted to text, and a blank or missing answer, or
-    one that is a list or an object, is None. `subject` (or `type`) and `level` (or `difficulty`), in the row or in
-    `extra_info`, describe the problem; ids of MATH hold its subject. Other fields, outside `UNREAD`, are ignored.
+    `reward_model.ground_truth`, otherwise `answer`; `reward_model` may be the JSON text of an object. Numbers are
+    converted to text, and a blank or missing answer, or one that is a list or an object, is None. `subject` (or `type`)
+    and `level` (or `difficulty`), in the row or in `extra_info`, describe the problem; ids of MATH hold its subject.
+    Other fields, outside `UNREAD`, are ignored.
 
     Raises:
         ValueError: the file is missing, empty, unreadable or has an unknown extension, or a row has none of the known
@@ -171,7 +174,7 @@ def _prompt(row: Any, where: str, default_source: str, index: int) -> Prompt:
     messages, tools = conversation.read_conversation(row, where)
     return Prompt(
         messages,
-        _answer(row),
+        _answer(row, where),
         data_source=source or default_source,
         index=index,
         hint=hint.strip() or None,
@@ -205,10 +208,25 @@ def _subject_of_math(identity: Any) -> str | None:
     return found[1] if found else None
 
 
-def _answer(row: dict[str, Any]) -> str | None:
+def _reward_model(value: Any, where: str) -> Any:
+    """Returns `reward_model`, read from JSON text where it is given as such; another text stays as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    if (half := half_of_a_character(found)) is not None:
+        raise refused(f"{where}: reward_model", half, "whole characters: this one is half of one; correct the text")
+    return found
+
+
+def _answer(row: dict[str, Any], where: str) -> str | None:
     """Returns the reference answer; None if it is missing, or neither text nor a number. Training needs no answers."""
-    reward = row.get("reward_model")
+    reward = _reward_model(row.get("reward_model"), where)
     for value in (reward.get("ground_truth") if isinstance(reward, dict) else None, row.get("answer")):
+        if isinstance(value, Decimal):  # a parquet column of decimals
+            value = format(value, "f")
         is_given = isinstance(value, str | int | float) and not isinstance(value, bool) and value == value  # no nan
         if is_given and (text := str(value).strip()):
             return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,29 @@ def test_plain_rows(tmp_path, write, field):
         ({"reward_model": {"ground_truth": ["3", "4"]}}, None),
         ({"answer": "5", "reward_model": {"ground_truth": {"target": 24}}}, "5"),
         ({"answer": "5", "reward_model": "rule"}, "5"),
+        # as JSON text
+        ({"answer": "5", "reward_model": '{"ground_truth": "34"}'}, "34"),
+        ({"reward_model": '{"ground_truth": 34, "style": "rule"}'}, "34"),
+        ({"answer": "5", "reward_model": '{"ground_truth": ["34"]}'}, "5"),
+        ({"answer": "5", "reward_model": '"34"'}, "5"),
     ],
 )
 def test_answers(tmp_path, row, answer):
     assert load_prompts(jsonl(tmp_path, {"problem": "x", **row}))[0].answer == answer
+
+
+def test_decimals_of_parquet_are_answers(tmp_path):
+    rows = [{"problem": "x", "answer": Decimal("1.50")}, {"problem": "y", "answer": Decimal("-200.00")}]
+    assert [prompt.answer for prompt in load_prompts(parquet(tmp_path, *rows))] == ["1.50", "-200.00"]
+    nested = {"problem": "x", "reward_model": {"ground_truth": Decimal("1.5")}}
+    assert load_prompts(parquet(tmp_path, nested))[0].answer == "1.5"
+
+
+def test_half_of_a_character_in_json_text_is_refused(tmp_path):
+    row = {"problem": "x", "reward_model": '{"ground_truth": "' + "\\ud800" + '"}'}
+    with pytest.raises(ValueError, match=r"line 1: reward_model.* expected whole characters") as error:
+        load_prompts(jsonl(tmp_path, row))
+    assert "\n" not in str(error.value)
 
 
 def test_the_data_source_is_a_field_or_the_agent_or_the_file(tmp_path):
