@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.hf import HFCheckpoint, transformers_model
 from nemo_oprd.megatron.weights.hf_export import write_hf_model
+from nemo_oprd.megatron.weights.megatron_checkpoint import ignored_tensors
 from nemo_oprd.models import ModelSpec, read_model_spec
 from nemo_oprd.runtime.files import read_json
 from nemo_oprd.runtime.gpus import check_promise
@@ -37,10 +38,8 @@ def layer_influences(directory: Path, token_ids: Iterable[Sequence[int]], dtype:
     Raises:
         ValueError: there is no text, or torch does not see the GPUs that a launcher gives.
     """
-    from transformers import AutoModelForCausalLM  # seconds to import
-
     check_promise()
-    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, local_files_only=True)
+    model = transformers_model(directory, dtype)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = model.eval().to(place).model.layers
     sums = torch.zeros(len(layers), dtype=torch.float64, device=place)
@@ -80,7 +79,8 @@ def prune_layers(source: Path, target: Path, kept: Sequence[int]) -> ModelSpec:
     Weights keep their dtype and their bits. The tokenizer is copied.
 
     Raises:
-        ValueError: `source` is no model of a known family, or `kept` are not layers of it.
+        ValueError: `source` is no model of a known family, has tensors that would be lost, or `kept` are not layers of
+            it.
     """
     spec = read_model_spec(source)
     if list(kept) != sorted(set(kept)) or not kept or not 1 <= kept[0] <= kept[-1] <= spec.num_layers:
@@ -95,7 +95,7 @@ def prune_layers(source: Path, target: Path, kept: Sequence[int]) -> ModelSpec:
     changes: dict[str, object] = {"num_hidden_layers": len(kept)}
     if isinstance(hf_config.get("layer_types"), list):
         changes["layer_types"] = [hf_config["layer_types"][layer - 1] for layer in kept]
-    write_hf_model(_kept_tensors(source, kept), source, target, spec.torch_dtype, config_changes=changes)
+    write_hf_model(_kept_tensors(source, spec, kept), source, target, spec.torch_dtype, config_changes=changes)
     return read_model_spec(target)
 
 
@@ -113,11 +113,14 @@ def kept_map(kept: Sequence[int], num_layers: int) -> str:
     return f"loss.representation.layer_map={{{pairs}}}"
 
 
-def _kept_tensors(source: Path, kept: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(New name, tensor) of the tensors outside of layers and of the kept layers, which are numbered anew."""
+def _kept_tensors(source: Path, spec: ModelSpec, kept: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(New name, tensor) of the tensors outside of layers and of the kept layers, which are numbered anew.
+
+    Tensors that this project leaves out of a model are left out here, too.
+    """
     checkpoint = HFCheckpoint(source)
     number = {layer - 1: position for position, layer in enumerate(kept)}
-    for name in checkpoint.keys():  # noqa: SIM118 - no dictionary
+    for name in sorted(set(checkpoint.keys()).difference(ignored_tensors(checkpoint, spec))):
         found = _LAYER.match(name)
         if found is None:
             yield name, checkpoint[name]

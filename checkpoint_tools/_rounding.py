@@ -13,6 +13,7 @@ import torch
 
 from nemo_oprd.megatron.weights.hf import HFCheckpoint
 from nemo_oprd.megatron.weights.hf_export import write_hf_model
+from nemo_oprd.megatron.weights.megatron_checkpoint import ignored_tensors
 from nemo_oprd.models import ModelSpec, read_model_spec
 
 
@@ -38,8 +39,10 @@ def round_matrix(weight_OI: torch.Tensor, bits: int, group: int) -> torch.Tensor
 def round_layers(source: Path, target: Path, bits: int, group: int) -> ModelSpec:
     """Writes the model in `source` with the matrices of all its layers rounded to `target`; returns its architecture.
 
+    Tensors that this project leaves out of a model are left out here, too.
+
     Raises:
-        ValueError: `source` is no model of a known family, or as `round_matrix`.
+        ValueError: `source` is no model of a known family, or has tensors that would be lost, or as `round_matrix`.
     """
     spec = read_model_spec(source)
     checkpoint = HFCheckpoint(source)
@@ -48,5 +51,6 @@ def round_layers(source: Path, target: Path, bits: int, group: int) -> ModelSpec
         value = checkpoint[name]
         return round_matrix(value, bits, group) if name.startswith("model.layers.") and value.dim() == 2 else value
 
-    write_hf_model(((name, rounded(name)) for name in checkpoint.keys()), source, target, spec.torch_dtype)  # noqa: SIM118
+    names = sorted(set(checkpoint.keys()).difference(ignored_tensors(checkpoint, spec)))
+    write_hf_model(((name, rounded(name)) for name in names), source, target, spec.torch_dtype)
     return read_model_spec(target)

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     from nemo_oprd.models import read_model_spec
 
     source, target = student_of(options)
-    kept = _given(options.layers) if options.layers else _measured(source, options)
+    kept = _given(options.layers) if options.layers is not None else _measured(source, options)
     spec = prune_layers(source, target, kept)
     print(f"{target}: {spec.num_layers} layers of {source}: {','.join(map(str, kept))}")
     print(kept_map(kept, read_model_spec(source).num_layers))
@@ -39,7 +39,7 @@ def _given(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--layers {text}: expected numbers and commas, such as 1,2,5") from None
+        raise ValueError(f"--layers {text!r}: expected numbers and commas, such as 1,2,5; correct it") from None
 
 
 def _measured(source: Path, options: argparse.Namespace) -> list[int]:

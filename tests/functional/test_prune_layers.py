@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import Models
 from transformers import AutoModelForCausalLM
 
 from checkpoint_tools._pruning import layer_influences, layers_to_keep, prune_layers
+from checkpoint_tools._rounding import round_layers
 from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.megatron_checkpoint import check_source
 from nemo_oprd.models import read_model_spec
 from nemo_oprd.tools.toy.pair import write_tokenizer
 
@@ -71,6 +74,27 @@ def test_a_pruned_model_is_the_model_without_these_layers(models: Models, tmp_pa
     assert read_model_spec(tmp_path / "pruned").torch_dtype == read_model_spec(source).torch_dtype
 
 
+def test_what_the_project_leaves_out_of_a_model_is_left_out(models: Models, tmp_path: Path) -> None:
+    """MiMo is a Qwen2 with layers for multi-token prediction, under a name that transformers does not know."""
+    plain, mimo = Path(models("qwen2_tied")), tmp_path / "mimo"
+    shutil.copytree(plain, mimo)
+    config = json.loads((plain / "config.json").read_text())
+    named = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (mimo / "config.json").write_text(json.dumps({**config, **named}))
+    tensors = load_file(plain / "model.safetensors")
+    more = {"model.mtp_layers.0.input_proj.weight": torch.ones(4, 8)}
+    save_file({**tensors, **more}, mimo / "model.safetensors", metadata={"format": "pt"})
+    assert layer_influences(mimo, TEXTS, torch.float32) == layer_influences(plain, TEXTS, torch.float32)
+    for source in (mimo, plain):
+        prune_layers(source, tmp_path / f"pruned-{source.name}", [1, 2, 4])
+    written, expected = (HFCheckpoint(tmp_path / f"pruned-{source.name}") for source in (mimo, plain))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in written.keys())  # noqa: SIM118
+    check_source(written, read_model_spec(tmp_path / "pruned-mimo"))
+    spec = round_layers(mimo, tmp_path / "rounded", 2, 8)
+    check_source(HFCheckpoint(tmp_path / "rounded"), spec)
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess:
     script = str(ROOT / "checkpoint_tools" / "prune_layers.py")
     return subprocess.run([sys.executable, "-W", "ignore", script, *arguments], capture_output=True, text=True)
@@ -106,6 +130,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--keep", "2"], "--keep needs --prompts"),
         (["--keep", "9", "--prompts", "x.jsonl"], "--keep 9: expected 1 to 3"),
         (["--layers", "1,x"], "expected numbers and commas"),
+        (["--layers", ""], "--layers '': expected numbers and commas"),
         (["--layers", "2,1"], "expected ascending numbers in 1..3"),
         (["--layers", "1,4"], "expected ascending numbers in 1..3"),
     ],

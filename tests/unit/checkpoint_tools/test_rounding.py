@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoint_tools._gguf import gguf_to_hf
-from checkpoint_tools._rounding import round_matrix
+from checkpoint_tools._rounding import round_layers, round_matrix
 from nemo_oprd.megatron.weights.hf import HFCheckpoint
+from nemo_oprd.megatron.weights.megatron_checkpoint import check_source
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,6 +58,22 @@ def test_the_command_rounds_the_matrices_of_layers_only(tmp_path: Path) -> None:
         rounded = name.startswith("model.layers.") and before[name].dim() == 2
         assert torch.equal(before[name], after[name]) != rounded, name
     assert json.loads((tmp_path / "s" / "config.json").read_text())["model_type"]
+
+
+def test_what_the_project_leaves_out_of_a_model_is_left_out(tmp_path: Path) -> None:
+    """The golden student as the language model of a Qwen3-VL, with a tensor of its tower."""
+    golden, source = ROOT / "tests" / "golden" / "student", tmp_path / "tower"
+    source.mkdir()
+    config = json.loads((golden / "config.json").read_text())
+    whole = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": config}
+    config["model_type"] = "qwen3_vl_text"
+    (source / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(golden / "model.safetensors")
+    save_file({**tensors, "model.visual.merger.weight": torch.ones(4, 8)}, source / "model.safetensors")
+    spec = round_layers(source, tmp_path / "s", 2, 8)
+    written = HFCheckpoint(tmp_path / "s")
+    assert set(written.keys()) == set(tensors)
+    check_source(written, spec)
 
 
 def test_the_models_own_directory_is_refused(
