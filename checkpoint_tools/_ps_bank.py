@@ -53,6 +53,11 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
                 f"{path}: {key}={bank[key]!r}, expected {only!r}: other values do not stand for frozen linear maps and "
                 "cannot be imported; make the bridge with fit-bridge"
             )
+    kinds = dict.fromkeys(("state_dict", "frozen_pt_weights", "frozen_pt_means"), dict) | {"layer_pairs": list | tuple}
+    for key, kind in kinds.items():
+        if not isinstance(bank[key], kind):
+            expected = "a dictionary of tensors" if kind is dict else "a list of layer pairs such as [(0, 2)]"
+            raise ValueError(f"{path}: {key} is {type(bank[key]).__name__}, expected {expected}; copy the file again")
     tensors: dict[str, Any] = {}
     pairs = []
     for entry in bank["layer_pairs"]:
@@ -84,7 +89,7 @@ def import_ps_bank(path: str | Path, student: ModelIdentity, teacher: ModelIdent
 
 
 def _zero_based(entry: Any, path: Path) -> tuple[int, int]:
-    values = (entry.get("student_layer"), entry.get("teacher_layer")) if isinstance(entry, dict) else tuple(entry)
-    if len(values) != 2 or not all(type(value) is int for value in values):
+    values = (entry.get("student_layer"), entry.get("teacher_layer")) if isinstance(entry, dict) else entry
+    if not isinstance(values, list | tuple) or len(values) != 2 or not all(type(value) is int for value in values):
         raise ValueError(f"{path}: layer pair {entry!r}, expected two layer numbers such as (0, 2); correct the file")
-    return values
+    return values[0], values[1]

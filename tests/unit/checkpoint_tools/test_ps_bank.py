@@ -59,6 +59,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing layer": ({"frozen_pt_means": {}}, r"frozen_pt_means\['s0_t0'\] is NoneType, expected a tensor"),
     "unused": ({"layer_pairs": [(0, 0)]}, r"projectors.s1_t2.weight.*no layer pair uses"),
     "pair": ({"layer_pairs": [(0, 0, 0)]}, r"layer pair \(0, 0, 0\), expected two"),
+    "no pairs": ({"layer_pairs": [0, 2]}, "layer pair 0, expected two"),
+    "number of pairs": ({"layer_pairs": 3}, "layer_pairs is int, expected a list of layer pairs"),
+    "list of weights": ({"state_dict": []}, "state_dict is list, expected a dictionary of tensors"),
+    "list of bases": ({"frozen_pt_weights": []}, "frozen_pt_weights is list, expected a dictionary of tensors"),
     "code": ({"args": Surprise()}, "no code from it is run"),
 }
 
@@ -67,8 +71,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_ps_bank_that_does_not_fit_is_refused(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     changes, message = REFUSED[case]
     torch.save(bank(**changes), tmp_path / "ps_bank.pt")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         import_ps_bank(tmp_path / "ps_bank.pt", STUDENT, TEACHER)
+    assert "\n" not in str(error.value)
     assert "code ran" not in capsys.readouterr().out
 
 
