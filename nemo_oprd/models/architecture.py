@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_nextn_predict_layers"}
 _COUNTS |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 _MOST = 10_000
+# transformers' default of max_window_layers, in Qwen2 and Qwen3
+_MAX_WINDOW_LAYERS = 28
 
 # Megatron-LM's default: embeddings are padded so that every tensor-parallel shard is a multiple of 128 rows.
 VOCAB_MULTIPLE = 128
@@ -585,12 +587,17 @@ def unused_code(hf_config: dict, source: str) -> str | None:
 
 
 def refuse_sliding_window(hf_config: dict, source: str) -> None:
-    """Raises ValueError if any layer would attend to a sliding window."""
-    windowed = [kind for kind in hf_config.get("layer_types") or [] if kind != "full_attention"]
+    """Raises ValueError if any layer would attend to a sliding window, or if a setting of windows is malformed."""
+    typed = hf_config.get("layer_types") or []
+    if not isinstance(typed, list) or not all(isinstance(kind, str) for kind in typed):
+        raise ValueError(f"{source}: layer_types={typed!r}; expected a list of names as in the model's source")
+    windowed = [kind for kind in typed if kind != "full_attention"]
     in_use = hf_config.get("use_sliding_window") and hf_config.get("sliding_window") is not None
     if in_use:  # with layer types, they decide; else transformers' layers from max_window_layers on use the window
-        typed = hf_config.get("layer_types")
-        in_use = not typed and hf_config.get("max_window_layers", 0) < hf_config["num_hidden_layers"]
+        first = hf_config.get("max_window_layers", _MAX_WINDOW_LAYERS)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ValueError(f"{source}: max_window_layers={first!r}; expected an integer as in the model's source")
+        in_use = not typed and first < positive_integer(hf_config, "num_hidden_layers", source)
     if windowed or in_use:
         raise ValueError(
             f"{source}: sliding-window attention is requested "

@@ -310,20 +310,19 @@ def _parse_qwen3_moe(family: Family, hf_config: dict, source: str) -> ModelSpec:
 
 
 def _parse_mixtral(family: Family, hf_config: dict, source: str) -> ModelSpec:
+    dense = parse_dense(family, hf_config, source, default_theta=1e6)
     # transformers ignores sliding_window=null and full windows; a shorter one would limit attention
     window = hf_config.get("sliding_window")
-    if window is not None and window < hf_config.get("max_position_embeddings", window):
+    if window is not None and number("sliding_window", window, source) < dense.max_positions:
         raise ValueError(
-            f"{source}: sliding_window={window} is shorter than "
-            f"max_position_embeddings={hf_config['max_position_embeddings']}, and sliding-window attention is not "
-            "supported; expected null: choose a model without a window"
+            f"{source}: sliding_window={window} is shorter than max_position_embeddings={dense.max_positions}, and "
+            "sliding-window attention is not supported; expected null: choose a model without a window"
         )
     if hf_config.get("router_jitter_noise"):
         raise ValueError(
             f"{source}: router_jitter_noise={hf_config['router_jitter_noise']!r} makes training random and is not "
             "supported; expected 0: set it to 0"
         )
-    dense = parse_dense(family, hf_config, source, default_theta=1e6)
     sparse = (True,) * dense.num_layers
     found = _experts(hf_config, source, "intermediate_size", normalized=True, sparse=sparse)
     return replace(dense, experts=found)

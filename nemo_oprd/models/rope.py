@@ -215,7 +215,7 @@ def _check_kind(kind: Any, kinds: tuple[str, ...], key: str, source: str) -> Non
     if kind in kinds:
         return
     expected = " or ".join(map(repr, kinds))
-    if kind in _REFUSED:
+    if isinstance(kind, str) and kind in _REFUSED:
         raise ValueError(f"{source}: {key} has RoPE type {kind!r}, {_REFUSED[kind].format(expected=expected)}")
     raise ValueError(
         f"{source}: {key} has RoPE type {kind!r}; expected {expected}, the types supported for this family: choose a "

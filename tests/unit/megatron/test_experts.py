@@ -167,6 +167,8 @@ def test_parameters_are_counted() -> None:
         (QWEN3_MOE, {"mlp_only_layers": 3}, "mlp_only_layers=3"),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         (MIXTRAL, {"sliding_window": 100}, "sliding_window=100 is shorter"),
+        (MIXTRAL, {"sliding_window": "4096"}, "sliding_window='4096'; expected a positive number"),
+        (MIXTRAL, {"sliding_window": 100, "max_position_embeddings": None}, "'max_position_embeddings' is missing"),
         (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ],
 )

@@ -48,6 +48,12 @@ def test_both_spellings_of_rope() -> None:
         ({"rope_theta": None}, "rope_theta"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding-window"),
+        ({"use_sliding_window": True, "max_window_layers": None}, "max_window_layers=None; expected an integer"),
+        ({"use_sliding_window": True, "max_window_layers": "3"}, "max_window_layers='3'; expected an integer"),
+        ({"use_sliding_window": True, "num_hidden_layers": None}, "'num_hidden_layers' is missing"),
+        ({"use_sliding_window": True, "num_hidden_layers": "3"}, "num_hidden_layers='3'; expected a positive integer"),
+        ({"layer_types": 3}, "layer_types=3; expected a list of names"),
+        ({"layer_types": ["full_attention", 3]}, "expected a list of names"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 4}, "not a multiple"),
         ({"vocab_size": None}, "vocab_size"),
@@ -59,11 +65,27 @@ def test_refusals_name_what_is_wrong(change: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_model_spec({**QWEN2, **change}, "dir/config.json")
     assert message in str(error.value)
-    assert "dir/config.json" in str(error.value)
+    assert "dir/config.json" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_unused_sliding_window_is_fine() -> None:
     assert parse_model_spec({**QWEN2, "use_sliding_window": True, "max_window_layers": 3})
+
+
+@pytest.mark.parametrize("family", [QWEN2, QWEN3])
+@pytest.mark.parametrize("layers", [28, 29])
+def test_without_max_window_layers_transformers_default_counts(family: dict, layers: int) -> None:
+    from transformers import AutoConfig
+
+    config = {**family, "num_hidden_layers": layers, "use_sliding_window": True}
+    del config["max_window_layers"]
+    windowed = "sliding_attention" in AutoConfig.for_model(**copy.deepcopy(config)).layer_types
+    assert windowed == (layers == 29)
+    if windowed:
+        with pytest.raises(ValueError, match="sliding-window"):
+            parse_model_spec(config)
+    else:
+        assert parse_model_spec(config).num_layers == 28
 
 
 def _hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

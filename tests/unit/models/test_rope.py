@@ -171,6 +171,7 @@ def _rope(base: dict, **changes: object) -> dict:
         (QWEN3, {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial rotary"),
         (QWEN3, {"rope_parameters": {"full_attention": YARN}}, "'full_attention', which transformers would ignore"),
         (QWEN3, {"rope_scaling": {**LONGROPE, "long_factor": 2.0}}, "long_factor=2.0; expected a list"),
+        (QWEN2, {"rope_scaling": {**YARN, "rope_type": ["yarn"]}}, "RoPE type ['yarn']; expected 'default' or"),
         (LLAMA, _rope(LLAMA, factor=None), "'factor'"),
         (LLAMA, _rope(LLAMA, low_freq_factor=4.0), "is not above"),
         (LLAMA, _rope(LLAMA, original_max_position_embeddings=None), "'original_max_position_embeddings'"),
