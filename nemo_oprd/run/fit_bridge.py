@@ -130,7 +130,7 @@ class SampledRollouts:
             "precision": self.config.precision,
             "seed": self.config.seed,
             "per_prompt": settings.per_prompt,
-            "sampling": [settings.temperature, settings.top_p, settings.max_new_tokens],
+            "sampling": [settings.temperature, settings.top_p, self.config.response_limit[1]],
         }
         about |= ENGINES[settings.engine].sampled_with
         problem = None

@@ -26,7 +26,7 @@ from nemo_oprd.distillation.trained_projectors import bridge_gradients
 from nemo_oprd.run.inputs import read_inputs
 from nemo_oprd.run.models import build_distiller
 from nemo_oprd.run.resolve import RunSpec
-from nemo_oprd.runtime.files import write_atomically
+from nemo_oprd.runtime.files import replacing, write_atomically
 from nemo_oprd.runtime.output_directories import mark
 
 Accumulate = Callable[..., StepResult]
@@ -68,7 +68,9 @@ def _verify(
         gradients = {name: tensor.cpu().contiguous() for name, tensor in stream if dist.get_rank() == 0}
         if dist.get_rank() == 0:
             mark(output, "verify")
-            save_file(gradients, output / "grads.safetensors")
+            (output / "losses.json").unlink(missing_ok=True)  # written last, for these gradients alone
+            with replacing(output / "grads.safetensors") as partial:
+                save_file(gradients, partial)
             losses = loss_report(metrics, batch, rollouts)
             write_atomically(output / "losses.json", json.dumps(losses, indent=1) + "\n")
             print(json.dumps(losses))
