@@ -120,7 +120,7 @@ def that_fits(folder: Path, batch: Batch, overrides: list[str], layers: int | No
         for response in (batch.response, batch.response // 2, batch.response // 4):
             shape = replace(batch.shape, num_hidden_layers=depth)
             tried = replace(batch, shape=shape, response=response, last_k=min(batch.last_k, response))
-            save_configs(folder, shape)
+            prepare(folder, tried)  # a plan counts the recorded responses
             if planned(configure(folder, tried, *overrides), tried).kinds[0].memory.peak <= free:
                 return tried
     return tried

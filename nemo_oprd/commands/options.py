@@ -13,12 +13,22 @@ from nemo_oprd.run.preflight import Origin, preflight
 from nemo_oprd.run.resolve import RunSpec
 from nemo_oprd.runtime import disk, output_directories
 
+_MOST_RANKS = 1_000_000
+
 
 def positive(text: str) -> int:
     """Parses the value of an option that counts something; the option's `type`."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
+
+
+def rank_count(text: str) -> int:
+    """Parses the number of ranks of a job that is only planned or rehearsed; the option's `type`."""
+    ranks = positive(text)
+    if ranks > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text}: expected at most {_MOST_RANKS:,} ranks")
+    return ranks
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

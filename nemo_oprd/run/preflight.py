@@ -113,7 +113,7 @@ def _files(config: Config, command: str) -> Iterator[NamedFile]:
     if data.chat_template is not None and command not in (*_MODELS_ALONE, "data"):
         fix = "correct the path, or set data.chat_template=null"
         yield NamedFile("data.chat_template", data.chat_template, "a file with a Jinja template", fix, (".jinja",))
-    if replay is not None and command in ("train", "verify", "fit-bridge"):
+    if replay is not None and command in ("train", "verify", "fit-bridge", *_WITHOUT_LAUNCH):
         what = "a JSONL of rollouts (rollout.save writes them)"
         yield NamedFile("rollout.replay", replay, what, "give its path", (".jsonl",))
     if command in ("train", "verify"):
@@ -195,7 +195,9 @@ def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
     """Yields the checks of a `RunSpec` that this command needs, in order."""
     for check in LAYOUT_CHECKS:
         yield Check(check.code, lambda run, function=check.function: function(run.placed))  # type: ignore[misc]
+    files = Check[RunSpec]("file-missing", lambda run: check_files(run.config, request.command, request.origin))
     if request.command in _WITHOUT_LAUNCH:
+        yield files
         return
     launches = request.command != "doctor"
     if request.samples and launches:
@@ -210,7 +212,7 @@ def run_checks(request: StartRequest) -> Iterator[Check[RunSpec]]:
             "bridge-rank",
             lambda run: checks.check_bridge_rank(run.config, run.models.student.spec, run.models.teachers[0].spec),
         )
-    yield Check("file-missing", lambda run: check_files(run.config, request.command, request.origin))
+    yield files
     yield Check("gpus-missing", lambda run: check_promise())
 
 

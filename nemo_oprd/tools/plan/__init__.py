@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive, rank_count
 from nemo_oprd.run.preflight import preflight
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.plan.alternatives import alternatives as find_alternatives
@@ -21,7 +21,7 @@ from nemo_oprd.tools.plan.report import as_json, lines
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
+    parser.add_argument("--ranks", type=rank_count, required=True, metavar="N", help="ranks of the job, one GPU each")
     add_gpus(parser)
     parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="default: data.max_prompt_tokens, or 256")
     parser.add_argument(

@@ -197,8 +197,8 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
     student, teacher, kinds = _kinds(work, cluster)
     usable = gpu.memory - ASSUMED.reserve
     left = usable - max(sum(kind.memory.always.values()) for kind in kinds if kind.student is not None)
-    rollout = None
-    if config.rollout.replay is None:
+    rollout, replays = None, config.rollout.replay is not None
+    if not replays:
         demand = Demand(work.responses, work.response, mean.response, config.response_limit[0])
         rollout = sample(work, demand, student.size, gpu, left, goes_on=True)
     evaluation, known = _evaluation(work, lengths, student.size)
@@ -236,7 +236,7 @@ def estimate_works(works: Works, cluster: Cluster, lengths: Lengths) -> Estimate
             "teacher": bubble(teacher, mean.on(teacher).count),
         },
         servers=servers,
-        idle=idle_ranks(config, student, teacher),
+        idle=idle_ranks(config, student, teacher, recorded=work.responses if replays else None),
         positions=tuple(
             too_few_positions(config, work.student, teachers, known_prompt(config, work.student, lengths.prompt))
         ),
@@ -266,7 +266,13 @@ def _kinds(work: Workload, cluster: Cluster) -> tuple[Layout, Layout, list[RankK
     found: dict[tuple[int | None, ...], RankKind] = {}
     # of ranks that are alike the first ones have the most responses
     held = (student, teacher) if work.own_teachers else (student,)
-    for rank in sorted(rank for layout in held for rank in layout.ranks):
+    # a stage's ranks follow each other: the kind of a rank changes only where a stage or a layout begins or ends
+    edges = {
+        layout.first_rank + layout.size * stage // layout.pipeline
+        for layout in held
+        for stage in range(layout.pipeline + 1)
+    }
+    for rank in sorted(edge for edge in edges if any(edge in layout.ranks for layout in held)):
         learns, teaches = _stages(work, student, teacher, rank)
         if (learns, teaches) not in found:
             memory = _without_sampling(work, student, teacher, rank, cluster)
@@ -337,7 +343,7 @@ def _evaluation(work: Workload, lengths: Lengths, ranks: int) -> tuple[Demand | 
     """Returns (one evaluation, or None without one; whether the number of its problems is known)."""
     config, room = work.config, work.student.max_positions - work.prompt
     sets, problems = len(config.data.sets), lengths.problems
-    if not config.evaluation.every or not sets:
+    if not config.evaluation.every or not sets or config.rollout.replay is not None:
         return None, False
     if problems is None and config.evaluation.limit is not None:
         problems = config.evaluation.limit * sets

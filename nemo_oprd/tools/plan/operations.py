@@ -74,6 +74,8 @@ def step_flops(work: Workload, *, causal: bool = True) -> StepFlops:
     attention = all_attention_flops(spec, spec.num_layers, work.prompt + work.response)
     per_token = layers_flops(spec, spec.num_layers) + attention
     sampling = sampled * per_token + work.responses * work.response * head_flops(spec)
+    if work.config.rollout.replay is not None:
+        sampling = 0.0
     return StepFlops(sampling, teacher, update * work.config.train.updates_per_rollout)
 
 
@@ -140,7 +142,7 @@ def step_bytes(work: Workload, student: Layout) -> StepBytes:
         context=passes * layers * tokens * (student.context - 1) * keys,
         pipeline=(2.0 + counting) * tokens * spec.hidden_size * e if student.pipeline > 1 else 0.0,
         targets=rows * owned * work.teachers[0].width * work.teachers[0].value_bytes,
-        weights=float(model_parameters(spec) * e),
+        weights=0.0 if work.config.rollout.replay is not None else float(model_parameters(spec) * e),
     )
 
 
@@ -182,10 +184,11 @@ def training_seconds(
     between_experts = network if student.expert * student.expert_tensor > gpus_per_node else link
     exchange = (moved.tensor + moved.context) / link + moved.pipeline / network + moved.experts / between_experts
     updates = work.config.train.updates_per_rollout
+    sent = {} if work.config.rollout.replay is not None else {"weights to the engine": moved.weights / network}
     return {
         "teacher": teacher_seconds * (1 + 0.25 * exchange / max(update, 1e-9)) + sum(s.seconds for s in servers),
         "targets": moved.targets / network,
         "update": update + exchange * updates,
         "gradients and optimizer": moved.gradients / network * updates,
-        "weights to the engine": moved.weights / network,
+        **sent,
     }

@@ -271,7 +271,7 @@ def make_workload(
         response: tokens of a response; None: the most that the configuration and the student's positions allow.
 
     Raises:
-        ValueError: the prompt leaves no room for a response.
+        ValueError: the prompt leaves no room for a response, or `rollout.replay` holds none.
     """
     student = models.student.spec
     prompt = prompt_tokens(config, student, prompt)
@@ -282,7 +282,7 @@ def make_workload(
     rows = 0 if not layers else response if loss.positions == "all" else min(loss.k, response)
     trained = largest(output.weight) > 0
     watched = output.is_off and config.logging.output_metrics_every > 0
-    responses = config.train.prompts_per_step * config.rollout.per_prompt
+    responses = step_responses(config)
     output_rows = response if trained else 0
     if watched:
         output_rows = min(response, -(-config.logging.output_metrics_rows // responses))
@@ -307,6 +307,22 @@ def make_workload(
         trained_depth=student.num_layers if trained else max(layers, default=0),
         output_kind=output.kind if trained else "watched" if watched else "none",
     )
+
+
+def step_responses(config: Config) -> int:
+    """Counts the responses of a step: those that it samples, or all of `rollout.replay`, a line each.
+
+    Raises:
+        ValueError: the file is empty. `preflight` has refused a missing one.
+    """
+    replay = config.rollout.replay
+    if replay is None:
+        return config.train.prompts_per_step * config.rollout.per_prompt
+    with Path(replay).open("rb") as lines:
+        count = sum(1 for line in lines if line.strip())
+    if not count:
+        raise ValueError(f"rollout.replay={replay}: the file holds no rollouts; expected one JSON object per line")
+    return count
 
 
 def _teacher(

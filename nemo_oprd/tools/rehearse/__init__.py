@@ -19,7 +19,7 @@ from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
-from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive
+from nemo_oprd.commands.options import add_config, config_of, json_file, origin, positive, rank_count
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.positions import known_prompt, longest_response, prompt_tokens, too_few_positions
 from nemo_oprd.run.preflight import preflight
@@ -206,7 +206,7 @@ EXPERTS_LOADS = ("balanced", "one-rank")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks of the job, one GPU each")
+    parser.add_argument("--ranks", type=rank_count, required=True, metavar="N", help="ranks of the job, one GPU each")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="only this rank")
     which.add_argument(

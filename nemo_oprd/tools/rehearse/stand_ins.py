@@ -17,6 +17,7 @@ import torch
 from nemo_oprd.batch.types import Rollout
 from nemo_oprd.config.schema import Config
 from nemo_oprd.run.idle_ranks import shares
+from nemo_oprd.tools.plan.workload import bridge_rank, step_responses
 from nemo_oprd.tools.rehearse.places import CodeLocation
 
 # Stand-ins for the files that a rehearsal does not read: rollouts and bridges.
@@ -32,7 +33,7 @@ def longest_responses(config: Config, prompt: int, response: int) -> list[Rollou
     if config.teacher.reads == "text" or config.own_prompts:
         index = np.arange(response, dtype=np.int32)
         one = replace(one, teacher_prompt_ids=ids[:prompt], teacher_response_ids=ids[prompt:], teacher_index=index)
-    count = config.train.prompts_per_step * config.rollout.per_prompt
+    count = step_responses(config)
     if not config.teachers:
         return [one] * count
     each = zip(config.teachers, shares(count, len(config.teachers)), strict=True)
@@ -47,7 +48,6 @@ def unread_bridges(config: Config) -> None:
     from nemo_oprd.bridge.covariance import LayerPair
     from nemo_oprd.bridge.maps import FULL_WIDTH, Bridge, CapturePoint, LayerBridge
     from nemo_oprd.distillation import objective
-    from nemo_oprd.tools.plan.workload import bridge_rank
 
     read = objective._bridge
 

@@ -116,6 +116,7 @@ def rollouts(name: str, what: str, says: str, *rows: Any, overrides: tuple[str, 
 
 case("rollout directory", "a directory where a file of rollouts belongs", "rollout.replay={root}: is a directory, with prompts.jsonl, rollouts.jsonl in it | give its path", "rollout.replay={root}", command="verify")
 case("no rollout file", "a rollout file that does not exist", "rollout.replay={root}/nowhere: no such file | expected a JSONL", "rollout.replay={root}/nowhere", command="verify")
+case("no rollout file to plan with", "`plan` with a rollout file that does not exist", "rollout.replay={root}/nowhere: no such file | expected a JSONL | give its path", "rollout.replay={root}/nowhere", command="plan", arguments=("--ranks", "1"))
 rollouts("empty rollout file", "an empty rollout file", "the file holds no rollouts | expected one JSON object per line")
 rollouts("malformed rollout", "a line that is not JSON", "rollouts.jsonl:2: not valid JSON | write one", ROLLOUT, "{", library=r"JSON \((.*?)\);")
 rollouts("rollout a list", "a line that is no object", "rollouts.jsonl:1: found [1] | expected a JSON object", [1])

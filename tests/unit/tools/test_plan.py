@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -354,6 +355,50 @@ def test_the_command(pair: list[str], tmp_path: Path) -> None:
     assert sum(found["seconds"].values()) == pytest.approx(found["step_seconds"])
 
 
+def test_a_replay_computes_all_recorded_responses(pair: list[str], tmp_path: Path) -> None:
+    """A line is a response, blank ones are none; nothing is sampled, and no weights are sent. Without torch."""
+    recorded, file = tmp_path / "recorded.jsonl", tmp_path / "plan.json"
+    recorded.write_text("{}\n{}\n \n{}\n\n")
+    sampled = plan(pair, 4, "evaluation.every=1")
+    found = plan(pair, 4, "evaluation.every=1", f"rollout.replay={recorded}")
+    assert (sampled.work.responses, found.work.responses) == (16, 3)
+    assert found.flops.update == pytest.approx(sampled.flops.update * 3 / 16)
+    assert found.flops.sampling == found.bytes.weights == 0 < min(sampled.flops.sampling, sampled.bytes.weights)
+    assert found.evaluation is None and sampled.evaluation is not None
+    assert sampled.idle is None and found.idle is not None
+    assert found.idle.text.startswith("1 of 4 student ranks have no response in a step of 3")
+    arguments = ["plan", "--config-name", "oprd_1p5b", "--ranks", "4", "--json", str(file), *pair]
+    arguments += [f"rollout.replay={recorded}"]
+    script = f"import sys; from nemo_oprd.cli import main; main({arguments!r}); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "a step     3 responses" in done.stdout and "weights to the engine" not in done.stdout
+    assert json.loads(file.read_text())["flops"]["sampling"] == 0
+
+
+@pytest.mark.parametrize("command", ["plan", "rehearse"])
+def test_a_replay_of_nothing(pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """The messages are those of `train`."""
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, says in (("nowhere", "no such file; expected a JSONL of rollouts"), ("empty", "the file holds no roll")):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--config-name", "verify", "--ranks", "1", *pair, f"rollout.replay={tmp_path}/{name}.jsonl"])
+        assert ended.value.code == 2
+        assert f"error: rollout.replay={tmp_path}/{name}.jsonl: {says}" in capsys.readouterr().err
+
+
+def test_the_time_of_a_plan_does_not_grow_with_the_ranks(pair: list[str]) -> None:
+    """Kinds of ranks are looked up where stages begin; they are those that a look at every rank finds."""
+    overlapping = ["student.parallel.pipeline=4", "teacher.placement=dedicated", "teacher.ranks=4"]
+    for ranks, settings in ((8, []), (8, ["student.parallel.pipeline=2"]), (12, overlapping)):
+        found = plan(pair, ranks, *settings, "teacher.parallel.pipeline=2")
+        first = {found.stages(rank): rank for rank in reversed(range(ranks)) if found.stages(rank) != (None, None)}
+        assert {(kind.student, kind.teacher): kind.rank for kind in found.kinds} == first
+    with mock.patch.object(Layout, "coordinates", autospec=True, side_effect=Layout.coordinates) as asked:
+        plan(pair, 2**20)
+    assert asked.call_count < 100
+
+
 def test_the_page_has_the_table_of_today() -> None:
     from benchmarks.plan_table import OWN, table
 
@@ -396,6 +441,7 @@ def test_the_recipe_with_experts_fits_two_to_eight_nodes(tmp_path: Path) -> None
     "arguments, message",
     [
         (["--ranks", "0"], "expected a whole number of at least 1"),
+        (["--ranks", "100000000"], "100000000: expected at most 1,000,000 ranks"),
         (
             ["--ranks", "8", "--gpu-memory", "3"],
             "'3': expected the GB of one GPU, such as 24; 3.2 of them are for CUDA",

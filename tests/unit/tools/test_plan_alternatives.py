@@ -104,6 +104,8 @@ def test_what_is_named_fits_and_is_valid_and_in_order(
 ) -> None:
     """All that the search finds, not the first three: `train` accepts it on as many ranks, and plan says the same of
     the written arguments. The faster come first, of equally fast ones the smaller."""
+    monkeypatch.chdir(models)
+    Path("some.jsonl").write_text("{}\n" * 16)
     monkeypatch.setattr("nemo_oprd.run.engine_kinds.find_python", lambda settings: None)  # vLLM's environment
     monkeypatch.setattr("nemo_oprd.run.preflight.check_files", lambda *_: None)  # there are none
     config = (experts if kind == "experts" else eight_billion)(models, *settings)
