@@ -88,6 +88,7 @@ def load_config(name: str, overrides: list[str] | None = None, config_dir: str |
         raise _not_composed(name, error) from error
     for key, value in settings:
         _check_number(key, merged)
+        _open_groups(key, merged)
         try:
             OmegaConf.update(merged, key, value, merge=False, force_add=True)
         except OmegaConfBaseException as error:
@@ -219,21 +220,46 @@ def _not_composed(name: str, error: Exception) -> ValueError:
 
 def _check_number(key: str, merged: Any) -> None:
     """Raises ValueError if a key below `teachers` does not begin with the number of one of them."""
+    from omegaconf import OmegaConf
+
     names = key.split(".")
     number = int(names[1]) if names[0] == "teachers" and names[1:] and names[1].isdecimal() else None
-    if len(names) > 1 and names[0] == "teachers" and (number is None or number >= len(merged.teachers)):
+    teachers = OmegaConf.select(merged, "teachers", throw_on_resolution_failure=False)
+    count = len(teachers) if OmegaConf.is_list(teachers) else 0
+    if len(names) > 1 and names[0] == "teachers" and (number is None or number >= count):
         raise ValueError(
-            f"{key}: the configuration has {len(merged.teachers)} teachers, counted from 0; expected one of them: list "
+            f"{key}: the configuration has {count} teachers, counted from 0; expected one of them: list "
             "them in a file, or all on the command line, teachers=[{...},{...}]"
         )
 
 
+def _open_groups(key: str, merged: Any) -> None:
+    """Gives empty groups above a key their defaults; raises ValueError if one of them holds a value."""
+    from omegaconf import OmegaConf
+
+    names, node = key.split("."), merged
+    default: Any = dataclasses.asdict(Config())
+    for depth, name in enumerate(names[:-1], start=1):
+        default = default.get(name)
+        is_plain = name in node and not OmegaConf.is_interpolation(node, name)
+        if not isinstance(default, dict) or not is_plain:  # a list, or names of the user's choice
+            return
+        if OmegaConf.is_missing(node, name) or node[name] is None:
+            node[name] = default
+        if not OmegaConf.is_dict(node[name]):
+            group = ".".join(names[:depth])
+            raise ValueError(f"{group}={node[name]!r}: expected a group of keys; set {key} in its place")
+        node = node[name]
+
+
 def _replace_model_sources(merged: Any, overridden: set[str]) -> None:
     """Sets the file's `checkpoint` to null if the command line sets `hf_path` alone, and the reverse."""
+    from omegaconf import OmegaConf
+
     for role in ("student", "teacher"):
         for given, other in (("hf_path", "checkpoint"), ("checkpoint", "hf_path")):
-            named = f"{role}.{given}" in overridden and merged[role][given] is not None
-            if named and f"{role}.{other}" not in overridden:
+            is_set = f"{role}.{given}" in overridden and OmegaConf.is_dict(merged[role])  # else `build` refuses it
+            if is_set and merged[role][given] is not None and f"{role}.{other}" not in overridden:
                 merged[role][other] = None
 
 

@@ -192,6 +192,35 @@ def test_unknown_key_in_a_file(tmp_path: Path) -> None:
         load_config("bad", MODELS, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "given", "says"),
+    [
+        ("teachers:", ["teachers.0.hf_path=X"], "teachers.0.hf_path: the configuration has 0 teachers, counted from 0"),
+        ("teachers: 5", ["teachers.0.hf_path=X"], "teachers.0.hf_path: the configuration has 0 teachers"),
+        ("", ["teachers=null", "teachers.0.weight=2"], "teachers.0.weight: the configuration has 0 teachers"),
+        ("", ["teacher.hf_path=X", "teacher=3"], "teacher=3: expected a group of keys; give one of them, e.g. "),
+        ("", ["teacher.hf_path=X", "teacher=null"], "teacher=None: expected a group of keys; give one of them"),
+        ("", ["teacher=3", "teacher.hf_path=X"], "teacher=3: expected a group of keys; set teacher.hf_path in"),
+        ("teacher: /models/x", ["teacher.hf_path=X"], "teacher='/models/x': expected a group of keys; set teacher.h"),
+        ("loss: {output: x}", ["loss.output.weight=1"], "loss.output='x': expected a group of keys; set loss.output."),
+        ("data: {validation: x}", ["data.validation.a=y"], "data.validation='x': expected a group of keys; set data"),
+    ],
+)  # fmt: skip
+def test_values_in_the_place_of_groups(tmp_path: Path, text: str, given: list[str], says: str) -> None:
+    (tmp_path / "own.yaml").write_text(f"student: {{hf_path: a}}\n{text}\n")
+    with pytest.raises(ValueError) as error:
+        load_config("own", given, tmp_path)
+    assert str(error.value).startswith(says) and "\n" not in str(error.value)
+
+
+def test_empty_groups_have_their_defaults(tmp_path: Path) -> None:
+    """Where the command line sets a key in them."""
+    (tmp_path / "own.yaml").write_text("student:\nteacher:\nloss: {representation: }\ndata: {validation: }\n")
+    given = [*MODELS, "loss.representation.k=3", "data.validation.a=b"]
+    (tmp_path / "plain.yaml").write_text("{}\n")
+    assert load_config("own", given, tmp_path) == load_config("plain", given, tmp_path)
+
+
 def test_no_such_configuration() -> None:
     with pytest.raises(ValueError, match="quickstart"):
         load_config("nothing")
