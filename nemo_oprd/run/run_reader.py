@@ -76,7 +76,8 @@ class Run:
         total = self.setting("train.steps")
         if not isinstance(total, int) or self.steps[1] < total:
             return isinstance(total, int)
-        evaluates = self.setting("evaluation.every") and self.setting("data.validation")
+        sets = self.setting("data.validation") or self.setting("data.held_out")
+        evaluates = self.setting("evaluation.every") and sets
         if not evaluates or self.setting("rollout.replay"):
             return False
         return not any(total in series for name, series in self.metrics.items() if name.startswith("val/"))
@@ -147,7 +148,7 @@ def short_names(paths: list[Path]) -> list[str]:
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     """Returns the step, the time and the finite metrics of one line."""
     row = parse_json(line, where, "an object with step and time", "remove the line, or restore the file")
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "time" not in row:
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or row.get("time") is None:
         raise ValueError(f"{where}: expected an object with an integer `step` and a `time`; remove or correct the line")
     wrong = {k: v for k, v in row.items() if isinstance(v, bool) or not isinstance(v, int | float | None)}
     if wrong:

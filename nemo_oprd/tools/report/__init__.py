@@ -29,9 +29,10 @@ def run(options: argparse.Namespace) -> None:
     """Writes the page and prints its path.
 
     Raises:
-        ValueError: as `write_report`, `--follow` is not above 0 and at most a day, or `--steps` is no range of steps.
+        ValueError: as `write_report`, `--follow` is not above 0 and at most a day, or `--steps` is no range of steps,
+            or begins after the last step of runs that are not followed.
     """
-    from nemo_oprd.tools.report.page import unfinished, write_report
+    from nemo_oprd.tools.report.page import check_steps, unfinished, write_report
     from nemo_oprd.tools.report.panels import parse_steps
 
     follow, paths = options.follow, [Path(run) for run in options.runs]
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> None:
     file = Path(options.output) if options.output else paths[0] / "report.html"
     check_file(file, "report", "--output", r"\s*<!doctype html>.*distillation report</title>")
     going_on = follow is not None and unfinished(paths)  # asked before the page is written, so that none is missed
+    if steps is not None and not going_on:  # a run that is followed may reach them
+        check_steps(paths, steps)
     print(write_report(paths, file, steps), flush=True)
     while follow is not None and going_on:
         time.sleep(follow)

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from nemo_oprd.evaluation.comparison import COLUMNS, DIRECTORY, read_comparison
 from nemo_oprd.run.config_history import starts
 from nemo_oprd.run.run_reader import Run, read_run, short_names
+from nemo_oprd.run.timeline import read_timeline
 from nemo_oprd.runtime.files import write_atomically
 from nemo_oprd.tools.report.evaluations import groups, meanings, paired, read_evaluations
 from nemo_oprd.tools.report.figures import COLORS, Key, Panel, closed_gap, count, duration, last, number, run_key, svg
@@ -306,6 +307,16 @@ def write_report(runs: Sequence[Path], output: Path, steps: tuple[int, int] | No
 def unfinished(runs: Sequence[Path]) -> bool:
     """Returns whether any of the runs is unfinished (`Run.unfinished`). Raises ValueError as `write_report`."""
     return any(run.unfinished for run in _read(runs))
+
+
+def check_steps(runs: Sequence[Path], steps: tuple[int, int]) -> None:
+    """Raises ValueError if the first of `steps` is after the last step of every run, or as `write_report`."""
+    read = _read(runs)
+    # steps between two lines of metrics.jsonl are in the timeline
+    last = max(max([run.steps[1], *(each.step for each in read_timeline(run.path))]) for run in read)
+    if steps[0] > last:
+        given = f"{steps[0]}-{steps[1]}"
+        raise ValueError(f"--steps {given}: the last step is {last}; expected steps up to it: choose e.g. {last}")
 
 
 def _read(runs: Sequence[Path]) -> list[Run]:

@@ -133,6 +133,26 @@ def test_a_timeline_of_some_steps(tmp_path):
     assert "Timeline" not in titles(write_report([made], tmp_path / "none.html", (20, 21)).read_text(encoding="utf-8"))
 
 
+def test_steps_that_no_run_has(tmp_path, monkeypatch, capsys):
+    """Steps between two lines of metrics.jsonl are in the timeline alone; a followed run may reach later ones."""
+    made = run(tmp_path / "a", FEW)
+    (made / "timeline.jsonl").write_text('{"step": 8, "phase": "gradient", "began": 1.0, "ended": 2.0}\n')
+
+    def page(steps, follow=None):
+        command.run(Namespace(runs=[str(made)], output=None, follow=follow, steps=steps))
+        (made / "report.html").unlink()
+
+    for steps in ("5", "8", "7-900"):
+        page(steps)
+    with pytest.raises(ValueError, match=r"^--steps 900-910: the last step is 8; expected steps up to it: choose e"):
+        page("900-910")
+    assert not (made / "report.html").exists()
+    going_on = iter([True, False])
+    monkeypatch.setattr("nemo_oprd.tools.report.page.unfinished", lambda runs: next(going_on))
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
+    page("900-910", follow=1.0)
+
+
 def test_several_runs_overlay(tmp_path):
     other = [{name: value for name, value in row.items() if not name.startswith("rep/")} for row in rows(4)]
     page = report(run(tmp_path / "a"), run(tmp_path / "b"), run(tmp_path / "c", other))
@@ -270,6 +290,7 @@ def test_steps_logged_again_after_a_restart_count_once(tmp_path):
         ("[1, 2]\n", "integer `step` and a `time`"),
         ('{"step": 1.5, "time": 3}\n', "integer `step` and a `time`"),
         ('{"step": 1}\n', "integer `step` and a `time`"),
+        ('{"step": 1, "time": null, "rep/loss": 1}\n', "integer `step` and a `time`"),
         ('{"step": 1, "time": 3, "rep/loss": "low"}\n', r"\{'rep/loss': 'low'\} among the values, expected numbers"),
         ('{"step": 1, "time": 3, "rep/loss": "low"}\n', "expected numbers"),
     ],

@@ -374,6 +374,19 @@ def test_an_unfinished_run_refreshes(tmp_path: Path) -> None:
     assert "http-equiv" not in page and ", unfinished" not in page
 
 
+def test_a_held_out_set_alone_is_awaited(tmp_path: Path) -> None:
+    """As a set of data.validation is; without either nothing is evaluated."""
+    run = make_run(tmp_path / "a", steps=6)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name: value for name, value in row.items() if not name.startswith("val/")} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for share, awaited in ((0.1, True), (0.0, False)):
+        data = {**config["data"], "validation": {}, "held_out": share}
+        (run / "config.yaml").write_text(yaml.safe_dump({**config, "data": data}))
+        assert read_run(run, "a").unfinished is awaited
+
+
 def test_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The page is written until the run is finished, the last time after its last line."""
     run = make_run(tmp_path / "a", steps=5)
