@@ -101,15 +101,25 @@ def _change(
     plain = plain_key(key)
     if plain == "data.train":  # a single file may be given without a list
         old, new = ([value] if isinstance(value, str) else value for value in (old, new))
-    if old == new or (_schema()[plain].names_files and _real(old, started_in) == _real(new)):
+    is_reordered = plain == "data.train" and _reorders(old, new, started_in)
+    if not is_reordered and (old == new or (_schema()[plain].names_files and _real(old, started_in) == _real(new))):
         return []
     rule = rule_of(plain)
     if rule == "learned" and not _matters(plain, before, after):
         rule = "free"
     if isinstance(old, dict) and isinstance(new, dict):  # names of the user's choice
         names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-        return [Change(f"{key}.{name}", shown(old.get(name)), shown(new.get(name)), rule) for name in names]
+        found = [Change(f"{key}.{name}", shown(old.get(name)), shown(new.get(name)), rule) for name in names]
+        return found or [Change(key, shown(list(old)), shown(list(new)), rule)]
     return [Change(key, shown(old), shown(new), rule)]
+
+
+def _reorders(old: Any, new: Any, started_in: str) -> bool:
+    """Returns whether two mappings name the same files in another order, which decides a step's prompts."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return False
+    pairs = ((list(old), list(new)), (list(_real(old, started_in)), list(_real(new))))
+    return any(before != after and sorted(before) == sorted(after) for before, after in pairs)
 
 
 def _matters(key: str, *configs: Mapping[str, Any]) -> bool:

@@ -152,6 +152,26 @@ def test_teachers_and_names_of_the_user(site: Site) -> None:
     assert [allowed(found[0], [entry]) for entry in ("teachers", "teachers.weight", "teachers.hf_path")] == [1, 1, 0]
 
 
+def test_weighted_files_in_another_order(site: Site) -> None:
+    """The order decides which prompts a step visits; the same order in other words is no change."""
+
+    def changed(before: str, after: str) -> list[str]:
+        plain = [as_plain(site.config(f"data.train={{{files}}}")) for files in (before, after)]
+        found = changes(*plain, str(site.root))
+        assert {change.rule for change in found} <= {"learned"} and all(allowed(each, ["data.train"]) for each in found)
+        return [str(change) for change in found]
+
+    assert changed("a:1,b:2", "b:2,a:1") == ['data.train: ["a", "b"] -> ["b", "a"]']
+    assert changed("a:1,b:2", "a:1,b:2") == []
+    assert changed("a:1,b:2", f"{site.root}/a:1,{site.root}/b:2") == []
+    assert changed("a:1,b:2", f"{site.root}/b:2,{site.root}/a:1") != []
+    assert changed("a:1,b:2", "b:2,a:3") == ["data.train.a: 1.0 -> 3.0"]
+    site.start(0, 100, "data.train={a:1,b:2}")
+    assert site.changed("data.train={a:1,b:2}") == []
+    with pytest.raises(ValueError, match=r'data\.train: \["a", "b"\] -> \["b", "a"\].*allow_changes=\[data\.train\]'):
+        site.changed("data.train={b:2,a:1}")
+
+
 def test_all_refused_keys_are_named_at_once(site: Site) -> None:
     site.start(0, 100)
     before = {file.name: file.read_bytes() for file in site.output.iterdir() if file.is_file()}
