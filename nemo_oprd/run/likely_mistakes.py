@@ -16,6 +16,7 @@ from nemo_oprd.megatron.weights.megatron_checkpoint import mapped_shapes
 from nemo_oprd.models import ModelSpec
 from nemo_oprd.run.data import TrainingData
 from nemo_oprd.run.models import RunPlan
+from nemo_oprd.run.preflight import samples_teacher
 from nemo_oprd.run.resolve import RunModels
 
 # the share of a source's prompts that must render alike for a warning; the characters of their text in it
@@ -34,7 +35,8 @@ def likely_mistakes(plan: RunPlan, data: TrainingData) -> Iterator[str]:
             smaller = smaller_teacher(student.spec, teacher.spec)
             if smaller is not None:
                 yield f"{teacher.model.key}: {smaller}" if run.config.teachers else smaller
-    if run.config.evaluation.teacher and run.config.conversation_of(0).is_set:
+    evaluates_teacher = samples_teacher(run.config) and data.recorded is None
+    if evaluates_teacher and run.config.conversation_of(0).is_set:
         yield (
             "evaluation.teacher=true: the teacher is evaluated after the student's prompts, not in the conversation of "
             "teacher.system_prompt, teacher.chat_template and teacher.chat_template_args, in which it may solve more; "

@@ -81,6 +81,14 @@ def test_a_template_without_the_message(pair: Path, tmp_path: Path) -> None:
     assert train == doctor and "render alike, to '1+2=' at their end; expected different ones; fix: " in train[0]
 
 
+def test_a_teacher_that_is_evaluated_in_another_conversation(pair: Path, tmp_path: Path) -> None:
+    """Only where an evaluation samples it."""
+    given = "evaluation.teacher=true", "teacher.system_prompt=Add."
+    (line,) = said(pair, *given)[0]
+    assert line.startswith("evaluation.teacher=true: the teacher is evaluated after the student's prompts")
+    assert said(pair, *given, "evaluation.every=0")[0] == []
+
+
 def test_a_teacher_that_reads_one_text(pair: Path, tmp_path: Path) -> None:
     """The teacher's own template alone leaves the message out, or the files have one problem."""
     teacher = tmp_path / "teacher"
