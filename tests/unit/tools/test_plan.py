@@ -38,6 +38,7 @@ from nemo_oprd.tools.plan.parameters import (
     stage_parameters,
 )
 from nemo_oprd.tools.plan.workload import make_workload
+from nemo_oprd.tools.rehearse.stand_ins import longest_responses
 
 FAMILY_CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "phi3": PHI3}
 
@@ -365,6 +366,8 @@ def test_a_replay_computes_all_recorded_responses(pair: list[str], tmp_path: Pat
     assert found.flops.update == pytest.approx(sampled.flops.update * 3 / 16)
     assert found.flops.sampling == found.bytes.weights == 0 < min(sampled.flops.sampling, sampled.bytes.weights)
     assert found.evaluation is None and sampled.evaluation is not None
+    replayed = load_config("oprd_1p5b", [*pair, f"rollout.replay={recorded}"])
+    assert len(longest_responses(replayed, 2, 2)) == 3  # which `rehearse` computes
     assert sampled.idle is None and found.idle is not None
     assert found.idle.text.startswith("1 of 4 student ranks have no response in a step of 3")
     arguments = ["plan", "--config-name", "oprd_1p5b", "--ranks", "4", "--json", str(file), *pair]
