@@ -238,17 +238,20 @@ def _open_groups(key: str, merged: Any) -> None:
     from omegaconf import OmegaConf
 
     names, node = key.split("."), merged
-    default: Any = dataclasses.asdict(Config())
     for depth, name in enumerate(names[:-1], start=1):
-        default = default.get(name)
-        is_plain = name in node and not OmegaConf.is_interpolation(node, name)
-        if not isinstance(default, dict) or not is_plain:  # a list, or names of the user's choice
+        if name not in node or OmegaConf.is_interpolation(node, name):
             return
-        if OmegaConf.is_missing(node, name) or node[name] is None:
+        value = None if OmegaConf.is_missing(node, name) else node[name]
+        if not OmegaConf.is_dict(value):
+            default: Any = dataclasses.asdict(Config())
+            for group in names[:depth]:
+                default = default.get(group) if isinstance(default, dict) else None
+            if not isinstance(default, dict):  # a list, or names of the user's choice
+                return
+            if value is not None:
+                group = ".".join(names[:depth])
+                raise ValueError(f"{group}={value!r}: expected a group of keys; set {key} in its place")
             node[name] = default
-        if not OmegaConf.is_dict(node[name]):
-            group = ".".join(names[:depth])
-            raise ValueError(f"{group}={node[name]!r}: expected a group of keys; set {key} in its place")
         node = node[name]
 
 
