@@ -592,12 +592,12 @@ def refuse_sliding_window(hf_config: dict, source: str) -> None:
     if not isinstance(typed, list) or not all(isinstance(kind, str) for kind in typed):
         raise ValueError(f"{source}: layer_types={typed!r}; expected a list of names as in the model's source")
     windowed = [kind for kind in typed if kind != "full_attention"]
-    in_use = hf_config.get("use_sliding_window") and hf_config.get("sliding_window") is not None
-    if in_use:  # with layer types, they decide; else transformers' layers from max_window_layers on use the window
+    in_use = not typed and hf_config.get("use_sliding_window") and hf_config.get("sliding_window") is not None
+    if in_use:  # without layer types, transformers' layers from max_window_layers on use the window
         first = hf_config.get("max_window_layers", _MAX_WINDOW_LAYERS)
         if isinstance(first, bool) or not isinstance(first, int):
             raise ValueError(f"{source}: max_window_layers={first!r}; expected an integer as in the model's source")
-        in_use = not typed and first < positive_integer(hf_config, "num_hidden_layers", source)
+        in_use = first < positive_integer(hf_config, "num_hidden_layers", source)
     if windowed or in_use:
         raise ValueError(
             f"{source}: sliding-window attention is requested "

@@ -78,6 +78,7 @@ _LAST_UNIT = re.compile(
 _BEFORE_UNIT = rf"(?<=[\d}}])(?:\s|~|\\[,;:! ])*(?:{TEXT})?\s*"
 # compared, but kept in plain text, where they may be letters of a formula; J is not j, and N is not n
 _SI_UNIT = re.compile(rf"{_BEFORE_UNIT}(k?[JNW]|(?i:(?:kilo)?(?:joule|newton|watt)s?))\b[\s.$}}]*\Z")
+_TERM = re.compile(r"[\d}]\s*[A-Za-z]\b")
 _RATE = re.compile(
     rf"{_BEFORE_UNIT}({UNITS})[\s}}]*(?:/|\bper\b)\s*(?:{TEXT})?\s*({UNITS}|h|s)\b"
     r"[\s}]*(\^\s*\{?[23]\}?|[²³])?[\s.$}]*\Z",
@@ -127,7 +128,8 @@ def _unit_of(text: str) -> tuple[str, int | None] | None:
     end = _SPEED.sub(lambda found: found[1] + _SHORT[found[2].lower()], text[-60:])
     if modulus := _MODULUS.search(end):
         return f"mod {modulus[1]}", None
-    if named := _SI_UNIT.search(end):
+    named = _SI_UNIT.search(end)
+    if named and not _TERM.search(end[: named.start()]):  # `2N+3J` is a sum of letters
         word = named[1].lower()
         letters = ("k" if word.startswith("kilo") else "") + word.removeprefix("kilo")[0].upper()
         return named[1] if len(word) < 3 else letters, None

@@ -266,6 +266,9 @@ PAIRS: dict[str, list[tuple[str, str, bool]]] = {
         ("3", "3 million", N),
     ],
     "rates, SI units and moduli": [
+        ("2N+3J", "3J+2N", Y),
+        (r"\frac{1}{2}W+\frac{1}{3}N", r"\frac{1}{3}N+\frac{1}{2}W", Y),
+        (r"2.5\times 10^5\text{ J}", r"2.5\times 10^5\text{ kJ}", N),
         (r"5\text{ km/h}", r"5\text{ m/s}", N),
         (r"5\text{ km/h}", r"5\text{ kilometers per hour}", Y),
         (r"5\text{ km/h}", r"5\text{ kph}", Y),

@@ -70,6 +70,8 @@ def test_refusals_name_what_is_wrong(change: dict, message: str) -> None:
 
 def test_unused_sliding_window_is_fine() -> None:
     assert parse_model_spec({**QWEN2, "use_sliding_window": True, "max_window_layers": 3})
+    full = ["full_attention"] * QWEN2["num_hidden_layers"]  # layer types decide alone
+    assert parse_model_spec({**QWEN2, "use_sliding_window": True, "max_window_layers": None, "layer_types": full})
 
 
 @pytest.mark.parametrize("family", [QWEN2, QWEN3])
