@@ -194,6 +194,7 @@ class Prefetcher:
             newest, open_calls = self._watches[server.number]
             self._watches[server.number] = newest, open_calls - 1
             if open_calls == 1:
+                del self._watches[server.number]  # it takes a while to end, and must watch no later request
                 newest.cancel()
             await asyncio.gather(call, return_exceptions=True)
 

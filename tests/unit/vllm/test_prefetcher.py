@@ -154,6 +154,33 @@ class Hanging(Posting):
         return "it is not well"
 
 
+class Lingering(Posting):
+    """A client whose watches take a while to end, longer than the next request to the server takes to begin."""
+
+    async def post(self, server: Server, path: str, body: Any = None, **_: Any) -> Any:
+        """See `Client`."""
+        await asyncio.sleep(0.2 * len(self.posted))
+        self.posted.append((server.number, body))
+
+    async def watch(self, server: Server) -> str:
+        """See `Client`."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)
+        return ""
+
+
+def test_a_watch_that_is_ending_watches_no_new_request() -> None:
+    client = Lingering()
+    prefetcher = made(client, 9)
+    for step, request in enumerate(REQUESTS[:2]):
+        prefetcher.offer(step, [request], SERVERS[:1])
+        prefetcher.settle()
+    assert len(client.posted) == 2
+    client.close()
+
+
 def test_a_server_that_hangs_is_given_up() -> None:
     client = Hanging()
     prefetcher = made(client, 9)
